@@ -1,0 +1,216 @@
+"""How numbers are stored: the 8-bit block codec and stochastic rounding, as pure functions on plain tensors.
+
+Two rules hold for everything here, so that eager, compiled and hand-written kernels agree in every bit:
+
+- Only operations that IEEE 754 rounds correctly, and integer arithmetic. No log, exp or lookup table.
+- Where an approximate operation is unavoidable (a GPU's fast division), its result is rounded to fewer bits than its
+  error reaches.
+
+Shapes: a tensor is seen as rows (:func:`row_layout`); blocks of ``block_size`` elements run along a row and never
+cross into the next one. The last block of a row may be short.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# A code is a point on a mu-law curve (mu ~ 15) made of straight pieces, as in ITU-T G.711: with x = |value| / scale in
+# [0, 1], y = 1 + 14.75 x spans [1, 15.75], and the code counts steps of 1/32 octave from 1.0 in y's own float bits:
+# 4 octaves of 32 steps are the codes 0 ... 127.
+CODE_MAX = 127
+_SPAN = 14.75
+_ONE_BITS = 0x3F800000  # the bits of 1.0f
+_CODE_SHIFT = 18  # 23 mantissa bits, of which 5 are kept
+_INVERSE_SPAN = 1.0 / _SPAN
+
+SCALE_DTYPE = torch.bfloat16  # fp32's exponent range: a scale cannot underflow before the momentum itself would
+_MIN_SCALE_BITS = (127 - 112) << 23  # 2**-112; the smallest value it gives, 2**-121, is still a normal number
+_MAX_SCALE_BITS = 0x7F7F0000  # the largest bfloat16
+
+
+# --- Blocks ---------------------------------------------------------------------------------------------------------
+
+
+def row_layout(shape: Sequence[int], block_size: int) -> tuple[int, int]:
+    """``(rows, row_length)``: how blocks see a tensor of this shape.
+
+    A row is the last dimension if that is at least one block long, else all dimensions but the first (convolution
+    kernels, LoRA factors). A 1-D tensor is one row.
+    """
+    if len(shape) <= 2:
+        row_length = shape[-1] if shape else 1
+        return (shape[0] if len(shape) == 2 else 1), row_length
+    if shape[-1] >= block_size:
+        return math.prod(shape[:-1]), shape[-1]
+    return shape[0], math.prod(shape[1:])
+
+
+def scale_shape(shape: Sequence[int], block_size: int) -> tuple[int, ...]:
+    """Shape of the scales of a tensor of this shape: the row dimension(s) replaced by the blocks of a row."""
+    _, row_length = row_layout(shape, block_size)
+    n_blocks = -(-row_length // block_size)
+    if len(shape) <= 2 or shape[-1] >= block_size:
+        return (*shape[:-1], n_blocks)
+    return (shape[0], n_blocks)
+
+
+def _to_blocks(x: Tensor, block_size: int) -> Tensor:
+    """``(rows, row_length)`` -> ``(rows, n_blocks, block_size)``, a short last block filled up with zeros."""
+    rows, row_length = x.shape
+    n_blocks = (row_length + block_size - 1) // block_size
+    padded = F.pad(x, (0, n_blocks * block_size - row_length))
+    return padded.reshape(rows, n_blocks, block_size)
+
+
+def _from_blocks(blocks: Tensor, row_length: int) -> Tensor:
+    return blocks.flatten(1)[:, :row_length]
+
+
+# --- The 8-bit code -------------------------------------------------------------------------------------------------
+
+
+def scale_from_absmax(absmax: Tensor) -> Tensor:
+    """Block maximum (fp32, >= 0) -> scale: rounded to bfloat16, kept as fp32.
+
+    Zero if the maximum is below 2**-112 (2e-34), so that no decoded value is subnormal: some devices flush those.
+    Written on the bits because a compiler drops ``x.bfloat16().float()``.
+    """
+    bits = absmax.view(torch.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    rounded = rounded.clamp(max=_MAX_SCALE_BITS)
+    return torch.where(bits < _MIN_SCALE_BITS, 0, rounded).view(torch.float32)
+
+
+def _inverse_scale(scale: Tensor) -> Tensor:
+    """``14.75 / scale``, and 0 for a scale of 0, rounded to 12 significant bits.
+
+    A GPU's fast division is off by up to 2 units in the last of 24 bits. A scale has 8 bits, and no quotient comes
+    within 17 units of where rounding to 12 bits would tip, so every device gets the same result.
+    """
+    bits = (_SPAN / scale).view(torch.int32)
+    rounded = ((bits + 0x800) & -0x1000).view(torch.float32)
+    return torch.where(scale > 0, rounded, 0.0)
+
+
+def _encode_blocks(x: Tensor, scale: Tensor) -> Tensor:
+    """fp32 values and their broadcastable fp32 scale -> int8 codes. ``|x| <= scale`` up to bfloat16 rounding."""
+    y = x.abs() * _inverse_scale(scale) + 1.0
+    magnitude = (y.view(torch.int32) - (_ONE_BITS - (1 << (_CODE_SHIFT - 1)))) >> _CODE_SHIFT
+    return torch.where(x < 0, -magnitude, magnitude).to(torch.int8)
+
+
+def _decode_blocks(codes: Tensor, scale: Tensor) -> Tensor:
+    """int8 codes and their broadcastable fp32 scale -> fp32 values."""
+    code = codes.to(torch.int32)
+    y = ((code.abs() << _CODE_SHIFT) + _ONE_BITS).view(torch.float32)
+    magnitude = (y - 1.0) * (scale * _INVERSE_SPAN)
+    return torch.where(code < 0, -magnitude, magnitude)
+
+
+def encode(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Quantise ``x`` block by block.
+
+    Args:
+        x: finite values, any shape but 0-D, any float dtype.
+        block_size: elements that share a scale.
+
+    Returns:
+        ``codes``, int8, shaped like ``x``, in -127 ... 127; and ``scale``, bfloat16, of :func:`scale_shape`. Zero is
+        coded exactly; each block's maximum decodes to the scale. Encoding what :func:`decode` returned gives the same
+        codes and scale.
+    """
+    x = x.float()
+    if x.ndim == 2 and x.shape[1] == block_size:  # the compiled step's view: one block a row, nothing to rearrange
+        scale = scale_from_absmax(x.abs().amax(1, keepdim=True))
+        return _encode_blocks(x, scale), scale.to(SCALE_DTYPE)
+    rows, row_length = row_layout(x.shape, block_size)
+    blocks = _to_blocks(x.reshape(rows, row_length), block_size)
+    scale = scale_from_absmax(blocks.abs().amax(2, keepdim=True)) if x.numel() else blocks.new_zeros(*blocks.shape[:2], 1)
+    codes = _from_blocks(_encode_blocks(blocks, scale), row_length)
+    return codes.reshape(x.shape), scale.to(SCALE_DTYPE).reshape(scale_shape(x.shape, block_size))
+
+
+def decode(codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values that ``codes`` (int8) and ``scale`` stand for, shaped like ``codes``. Inverse of :func:`encode`."""
+    if codes.ndim == 2 and codes.shape[1] == block_size:
+        return _decode_blocks(codes, scale.float()).to(dtype)
+    rows, row_length = row_layout(codes.shape, block_size)
+    blocks = _to_blocks(codes.reshape(rows, row_length), block_size)
+    values = _decode_blocks(blocks, scale.float().reshape(rows, -1, 1))
+    return _from_blocks(values, row_length).reshape(codes.shape).to(dtype)
+
+
+# --- Stochastic rounding --------------------------------------------------------------------------------------------
+# The noise is a hash of (key, step, element index), not a generator's next number: it is the same however a tensor is
+# sharded and whatever else draws random numbers. int32 arithmetic wraps. Most of the mixing is done once for each 64
+# consecutive elements, since it would otherwise cost as much time as the rest of the step.
+
+NOISE_LANES = 64
+_MIX_A, _MIX_B, _STEP = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B1 - (1 << 32)
+_LANE, _LANE_BASE = 0x3C6EF362, 0x2C1B3C6D
+
+
+def _shift_right(x: Tensor, n: int) -> Tensor:
+    """Logical shift of an int32."""
+    return (x >> n) & ((1 << (32 - n)) - 1)
+
+
+def rounding_noise(group: Tensor, lane: Tensor, key: Tensor, step: Tensor) -> Tensor:
+    """16 uniform bits an element, int32 in 0 ... 65535.
+
+    Args:
+        group: int32, element index // 64, broadcastable to the result.
+        lane: int32, element index % 64, likewise.
+        key: 0-D int64, from :func:`noise_key`.
+        step: 0-D int64, the number of the step.
+    """
+    key_low, key_high = key.to(torch.int32), (key >> 32).to(torch.int32)
+    h = (group ^ key_low) * _MIX_A
+    h = h ^ _shift_right(h, 15) ^ (step.to(torch.int32) * _STEP + key_high)
+    h = h * _MIX_B
+    h = h ^ _shift_right(h, 16)
+    h = h * _MIX_A
+    h = h ^ _shift_right(h, 15)
+    # One odd multiplier a lane: uniform in each lane, and uncorrelated between any two, since no small multiples of
+    # two multipliers agree.
+    multiplier = (lane * _LANE) ^ _LANE_BASE
+    return _shift_right(h * multiplier, 16)
+
+
+def noise_key(seed: int, parameter_index: int) -> int:
+    """A 64-bit key (as a signed int) for the noise of one parameter, by SplitMix64's finaliser."""
+    mask = (1 << 64) - 1
+    z = (seed * 0x9E3779B97F4A7C15 + (parameter_index + 1) * 0xD1342543DE82EF95) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    z ^= z >> 31
+    return z - (1 << 64) if z >> 63 else z
+
+
+def stochastic_round(x: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round fp32 ``x`` to bfloat16 or float16, up with the probability of the fraction that rounding down cuts off.
+
+    Args:
+        x: float32.
+        noise: int32, 16 uniform bits an element (:func:`rounding_noise`).
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+
+    Beyond the largest finite value of ``dtype``, and for NaN and infinity, this is ordinary conversion.
+    """
+    if dtype == torch.bfloat16:
+        rounded = ((x.view(torch.int32) + noise) & -0x10000).view(torch.float32)
+        # below the largest bfloat16: above it noise would make an infinity, and turn a NaN into a number
+        return torch.where(x.abs() < 3.3895313892515355e38, rounded, x).to(dtype)
+    if dtype == torch.float16:
+        # Below 2**-14 float16's spacing is fixed. Adding 2**-14 gives fp32 that same fixed spacing (13 bits above its
+        # own) until it is taken off again; both are exact after the rounding.
+        magnitude = x.abs()
+        offset = torch.where(magnitude < 2.0**-14, 2.0**-14, 0.0)
+        bits = ((magnitude + offset).view(torch.int32) + (noise >> 3)) & -0x2000
+        rounded = bits.view(torch.float32) - offset
+        rounded = torch.where(x < 0, -rounded, rounded)
+        return torch.where(magnitude < 65504.0, rounded, x).to(dtype)
+    raise TypeError(f"stochastic rounding is to torch.bfloat16 or torch.float16, not {dtype}")
