@@ -1,0 +1,91 @@
+"""Text as bytes: a corpus that every Python has, and random windows of it."""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Split = Literal["train", "valid"]
+
+# Packages that are large, repetitive or often left out of an installation.
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
+
+
+def load_text(files: Iterable[str | Path] | None = None) -> bytes:
+    """Contents of `files`, one after the other; by default the Python standard library's own source.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+    """
+    paths = _standard_library() if files is None else [Path(file) for file in files]
+    return b"\n".join(path.read_bytes() for path in paths)
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path.relative_to(root) for path in root.rglob("*.py")]
+    kept = [path for path in paths if not _LEFT_OUT.intersection(path.parts)]
+    # Ordered by hash, so that the end of the text, which is held out, is a fair sample of it.
+    kept.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
+    return [root / path for path in kept]
+
+
+@dataclass(frozen=True)
+class ByteDataset:
+    """A text and its held-out part.
+
+    Args:
+        train: bytes to train on, uint8, 1-D.
+        valid: bytes held out, uint8, 1-D.
+    """
+
+    train: Tensor
+    valid: Tensor
+
+    @classmethod
+    def from_text(cls, text: bytes, valid_fraction: float = 0.1) -> "ByteDataset":
+        """Hold out the end of `text`.
+
+        Raises:
+            ValueError: `valid_fraction` leaves nothing on one side.
+        """
+        cut = round(len(text) * (1 - valid_fraction))
+        if not 0 < cut < len(text):
+            raise ValueError(
+                f"{len(text)} bytes of text cannot hold out a fraction of {valid_fraction}; give more text or a "
+                "fraction between 0 and 1"
+            )
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return cls(data[:cut], data[cut:])
+
+    def batch(
+        self, batch_size: int, seq_len: int, generator: torch.Generator | None = None, split: Split = "train"
+    ) -> tuple[Tensor, Tensor]:
+        """Random windows and the byte that follows each position: two int64 tensors `(batch_size, seq_len)`.
+
+        Raises:
+            ValueError: the split is not longer than `seq_len`.
+        """
+        data = {"train": self.train, "valid": self.valid}[split]
+        if len(data) <= seq_len:
+            raise ValueError(
+                f"the {split} split has {len(data)} bytes, a window of {seq_len} needs one more than that; "
+                "give more text or a shorter sequence"
+            )
+        starts = torch.randint(len(data) - seq_len, (batch_size, 1), generator=generator)
+        windows = data[starts + torch.arange(seq_len + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+def bigram_loss(dataset: ByteDataset) -> float:
+    """Held-out loss, nats a byte, of a table of which byte follows which: what a model has to beat."""
+    counts = torch.ones(256, 256, dtype=torch.float64)
+    pairs = dataset.train[:-1].long() * 256 + dataset.train[1:]
+    counts += torch.bincount(pairs, minlength=256 * 256).view(256, 256)
+    log_probs = (counts / counts.sum(1, keepdim=True)).log()
+    return -log_probs[dataset.valid[:-1].long(), dataset.valid[1:].long()].mean().item()
