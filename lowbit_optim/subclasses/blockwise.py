@@ -1,0 +1,340 @@
+"""What every block-wise quantised state tensor has in common: one op table.
+
+A format derives from :class:`BlockwiseTensor` and supplies two functions, ``_encode`` and ``_decode``. Which ops keep
+the class is an allow-list. Any other out-of-place op sees the decoded values; any other in-place op is refused.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torchao.utils import TorchAOBaseTensor
+
+from lowbit_optim import codec
+
+aten = torch.ops.aten
+
+
+class BlockwiseTensor(TorchAOBaseTensor):
+    """A float tensor stored as integer codes and one scale for each block of a row (:func:`codec.row_layout`).
+
+    Attributes:
+        codes: integer codes, shaped like the tensor.
+        scale: a scale a block, shaped as :func:`codec.scale_shape` says.
+        block_size: elements that share a scale.
+        dtype: the float dtype it appears to have, and decodes to.
+    """
+
+    tensor_data_names = ["codes", "scale"]
+    tensor_attribute_names = ["block_size", "dtype"]
+
+    codes: Tensor
+    scale: Tensor
+    block_size: int
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype = torch.float32):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
+        )
+
+    def __init__(self, codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype = torch.float32) -> None:
+        self.codes = codes
+        self.scale = scale
+        self.block_size = block_size
+
+    @staticmethod
+    def _encode(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        """``x`` -> ``(codes, scale)``."""
+        raise NotImplementedError("a block-wise format defines _encode")
+
+    @staticmethod
+    def _decode(codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
+        """The inverse of :meth:`_encode`."""
+        raise NotImplementedError("a block-wise format defines _decode")
+
+    @classmethod
+    def from_float(cls, x: Tensor, block_size: int = 64, dtype: torch.dtype | None = None) -> "BlockwiseTensor":
+        """Quantise ``x``, a float tensor of at least one dimension with finite values.
+
+        Args:
+            x: any float dtype; its shape and device are kept.
+            block_size: elements that share a scale.
+            dtype: the dtype to appear to have, ``x.dtype`` if None.
+        """
+        _check_shape(x.shape, block_size)
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"from_float quantises float tensors, not {x.dtype}")
+        return cls(*cls._encode(x.detach(), block_size), block_size, dtype or x.dtype)
+
+    @classmethod
+    def zeros(
+        cls,
+        shape: tuple[int, ...] | torch.Size,
+        block_size: int = 64,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> "BlockwiseTensor":
+        """All zeros, of a shape with at least one dimension."""
+        _check_shape(shape, block_size)
+        return cls(*cls._encode(torch.zeros(shape, device=device), block_size), block_size, dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor of ``dtype`` (``self.dtype`` if None)."""
+        return self._decode(self.codes, self.scale, self.block_size, dtype or self.dtype).contiguous()
+
+    def as_rows(self, row_length: int) -> "BlockwiseTensor":
+        """A ``(numel / row_length, row_length)`` view; ``row_length`` must be the block size or the rows' own length."""
+        return type(self)(
+            self.codes.view(-1, row_length),
+            self.scale.view(-1, -(-row_length // self.block_size)),
+            self.block_size,
+            self.dtype,
+        )
+
+    def share_memory_(self) -> "BlockwiseTensor":
+        # torch's own reads the storage that a wrapper does not have, and crashes the process
+        self.codes.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.codes.is_shared() and self.scale.is_shared()
+
+    def _stable_hash_for_caching(self) -> str:
+        """What a compiled graph depends on, for torch's on-disk cache of graphs."""
+        parts = [(p.shape, p.stride(), p.dtype, p.device) for p in (self.codes, self.scale)]
+        return f"{type(self).__qualname__}{(self.block_size, self.dtype, self.requires_grad, parts)}"
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"block_size={self.block_size}, codes={self.codes.dtype}, scale={self.scale.dtype})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in cls._ATEN_OP_TABLE[cls]:
+            return cls._ATEN_OP_TABLE[cls][func](func, types, args, kwargs)
+        return _run_on_values(func, args, kwargs)
+
+
+def _check_shape(shape: tuple[int, ...] | torch.Size, block_size: int) -> None:
+    if len(shape) == 0:
+        raise ValueError("a block-wise tensor needs at least one dimension, got shape (); keep scalars as float tensors")
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size}: at least 1 element must share a scale")
+
+
+def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Any op outside the table: on the decoded values, unless it would have to write into a quantised tensor."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.is_write and _contains_blockwise(value):
+            raise _in_place_error(func)
+    if any(a.is_write and _contains_blockwise(kwargs.get(a.name)) for a in func._schema.arguments):
+        raise _in_place_error(func)
+    args, kwargs = tree_map_only(BlockwiseTensor, lambda t: t.dequantize(), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _contains_blockwise(value: Any) -> bool:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(v, BlockwiseTensor) for v in values)
+
+
+def _in_place_error(func: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"{func} would write into a quantised tensor, which would lose precision without saying so. "
+        "Compute on x.dequantize() and store the result with x.copy_(result)."
+    )
+
+
+# --- The op table: these keep the class -----------------------------------------------------------------------------
+
+
+def _with_parts(x: BlockwiseTensor, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> BlockwiseTensor:
+    return type(x)(codes, scale, x.block_size, dtype or x.dtype)
+
+
+def _if_blocks_whole(x: BlockwiseTensor, codes: Tensor, scale: Tensor) -> BlockwiseTensor | None:
+    """The parts as a tensor of their own, or None if its shape implies other blocks than the scale has."""
+    if codes.ndim == 0 or scale.shape != codec.scale_shape(codes.shape, x.block_size):
+        return None
+    return _with_parts(x, codes, scale)
+
+
+@BlockwiseTensor.implements([aten.clone.default, aten.contiguous.default])
+def _clone(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    x = args[0]
+    return _with_parts(x, func(x.codes, *args[1:], **kwargs), x.scale.clone())  # scale may have no such memory format
+
+
+@BlockwiseTensor.implements([aten._to_copy.default])
+def _to_copy(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    x = args[0]
+    dtype = kwargs.pop("dtype", None) or x.dtype
+    if not dtype.is_floating_point:
+        return func(x.dequantize(), dtype=dtype, **kwargs)
+    scale_kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    return _with_parts(x, func(x.codes, **kwargs), func(x.scale, **scale_kwargs), dtype)
+
+
+@BlockwiseTensor.implements([aten._pin_memory.default])
+def _pin_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    x = args[0]
+    return _with_parts(x, func(x.codes, *args[1:], **kwargs), func(x.scale, *args[1:], **kwargs))
+
+
+@BlockwiseTensor.implements([aten.is_pinned.default])
+def _is_pinned(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
+    return args[0].codes.is_pinned() and args[0].scale.is_pinned()
+
+
+@BlockwiseTensor.implements([aten.copy_.default])
+def _copy_(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """All four combinations of quantised and float; a broadcast source works as it does for plain tensors."""
+    target, source = args[0], args[1]
+    if not isinstance(target, BlockwiseTensor):
+        return func(target, source.dequantize(), *args[2:], **kwargs)
+    if type(source) is type(target) and source.shape == target.shape and source.block_size == target.block_size:
+        codes, scale = source.codes, source.scale
+    else:
+        values = source.dequantize() if isinstance(source, BlockwiseTensor) else source
+        codes, scale = target._encode(values.expand(target.shape), target.block_size)
+    target.codes.copy_(codes, *args[2:])
+    target.scale.copy_(scale, *args[2:])
+    return target
+
+
+@BlockwiseTensor.implements([aten.zero_.default])
+def _zero_(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    args[0].codes.zero_()
+    args[0].scale.zero_()
+    return args[0]
+
+
+@BlockwiseTensor.implements(
+    [
+        aten.zeros_like.default,
+        aten.empty_like.default,
+        aten.new_zeros.default,
+        aten.new_empty.default,
+    ]
+)
+def _new(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """New tensors are zero where torch leaves them undefined: arbitrary bytes could decode to NaN."""
+    x = args[0]
+    shape = args[1] if len(args) > 1 else x.shape
+    dtype, device = kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device
+    if len(shape) == 0 or not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return type(x).zeros(shape, x.block_size, dtype, device)
+
+
+@BlockwiseTensor.implements([aten.view.default, aten._unsafe_view.default])
+def _view(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    x = args[0]
+    codes = func(x.codes, args[1])
+    if codes.shape == x.shape:
+        return _with_parts(x, codes, x.scale)
+    return func(x.dequantize(), args[1])
+
+
+@BlockwiseTensor.implements([aten.view.dtype])
+def _view_dtype(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    x, dtype = args
+    if not dtype.is_floating_point:
+        raise NotImplementedError(f"a quantised tensor has no bits to see as {dtype}: use x.codes, or x.dequantize()")
+    return _with_parts(x, x.codes, x.scale, dtype)
+
+
+@BlockwiseTensor.implements([aten.slice.Tensor])
+def _slice(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    x, dim, start, end, step = _slice_arguments(*args, **kwargs)
+    codes = func(x.codes, dim, start, end, step)
+    if codes.shape == x.shape:
+        return _with_parts(x, codes, x.scale)
+    scale = _slice_scale(func, x, dim, start, end, step)
+    kept = None if scale is None else _if_blocks_whole(x, codes, scale)
+    return func(x.dequantize(), dim, start, end, step) if kept is None else kept
+
+
+def _slice_arguments(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> tuple:
+    dim = dim % x.ndim
+    length = x.shape[dim]
+    start, end, _ = slice(start, end).indices(length)
+    return x, dim, start, max(start, end), step
+
+
+def _slice_scale(func: Any, x: BlockwiseTensor, dim: int, start: int, end: int, step: int) -> Tensor | None:
+    """The scales of a slice of ``x``; None if it cuts a block."""
+    if _is_leading(x, dim):
+        return func(x.scale, dim, start, end, step)
+    starts_block = start % x.block_size == 0
+    ends_block = end % x.block_size == 0 or end == x.shape[dim]
+    if dim != x.ndim - 1 or x.scale.ndim != x.ndim or step != 1 or not (starts_block and ends_block):
+        return None
+    return func(x.scale, dim, start // x.block_size, -(-end // x.block_size), 1)
+
+
+def _is_leading(x: BlockwiseTensor, dim: int) -> bool:
+    """Whether blocks leave this dimension alone, so that codes and scale can be cut there alike."""
+    return dim < x.scale.ndim - 1
+
+
+@BlockwiseTensor.implements([aten.select.int])
+def _select(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    x, dim, index = args
+    dim = dim % x.ndim
+    kept = None
+    if _is_leading(x, dim):
+        kept = _if_blocks_whole(x, func(x.codes, dim, index), func(x.scale, dim, index))
+    return func(x.dequantize(), dim, index) if kept is None else kept
+
+
+@BlockwiseTensor.implements_torch_function([torch.split, torch.Tensor.split, torch.Tensor.split_with_sizes])
+def _split(func: Any, types: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
+    """As slices: below this level autograd rewraps the parts of an op with several outputs as plain tensors."""
+    return _narrow_all(*args, **kwargs)
+
+
+@BlockwiseTensor.implements_torch_function([torch.chunk, torch.Tensor.chunk])
+def _chunk(func: Any, types: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
+    return _narrow_all(*_chunk_arguments(*args, **kwargs))
+
+
+def _narrow_all(x: Tensor, split_size_or_sections: int | list[int], dim: int = 0) -> tuple[Tensor, ...]:
+    length, sizes = x.shape[dim], split_size_or_sections
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - start) for start in range(0, length, sizes)] or [0]
+    if sum(sizes) != length:
+        raise ValueError(f"split sizes {list(sizes)} must add up to the {length} elements of dimension {dim}")
+    ends = itertools.accumulate(sizes)
+    return tuple(x.narrow(dim, end - size, size) for end, size in zip(ends, sizes, strict=True))
+
+
+def _chunk_arguments(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, int, int]:
+    return x, max(1, -(-x.shape[dim] // chunks)), dim
+
+
+@BlockwiseTensor.implements([aten.cat.default])
+def _cat(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    tensors, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0][0].ndim
+    first = tensors[0]
+    alike = all(
+        type(t) is type(first) and t.block_size == first.block_size and t.dtype == first.dtype and _is_leading(t, dim)
+        for t in tensors
+    )
+    kept = None
+    if alike:
+        codes, scale = func([t.codes for t in tensors], dim), func([t.scale for t in tensors], dim)
+        kept = _if_blocks_whole(first, codes, scale)
+    return func([_values(t) for t in tensors], dim) if kept is None else kept
+
+
+def _values(x: Tensor) -> Tensor:
+    return x.dequantize() if isinstance(x, BlockwiseTensor) else x
+
