@@ -1,4 +1,4 @@
-"""The reference that every optimizer test is held to, written from the paper alone; it imports nothing of the package."""
+"""The reference that every optimizer test is held to, written from the paper; it imports nothing of the package."""
 
 from torch import Tensor
 
