@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from benchmarks.lm import UsageError
+
 Split = Literal["train", "valid"]
 
 # Packages that are large, repetitive or often left out of an installation.
@@ -52,11 +54,11 @@ class ByteDataset:
         """Hold out the end of `text`.
 
         Raises:
-            ValueError: `valid_fraction` leaves nothing on one side.
+            UsageError: `valid_fraction` leaves nothing on one side.
         """
         cut = round(len(text) * (1 - valid_fraction))
         if not 0 < cut < len(text):
-            raise ValueError(
+            raise UsageError(
                 f"{len(text)} bytes of text cannot hold out a fraction of {valid_fraction}; give more text or a "
                 "fraction between 0 and 1"
             )
@@ -69,11 +71,11 @@ class ByteDataset:
         """Random windows and the byte that follows each position: two int64 tensors `(batch_size, seq_len)`.
 
         Raises:
-            ValueError: the split is not longer than `seq_len`.
+            UsageError: the split is not longer than `seq_len`.
         """
         data = {"train": self.train, "valid": self.valid}[split]
         if len(data) <= seq_len:
-            raise ValueError(
+            raise UsageError(
                 f"the {split} split has {len(data)} bytes, a window of {seq_len} needs one more than that; "
                 "give more text or a shorter sequence"
             )
@@ -84,8 +86,12 @@ class ByteDataset:
 
 def bigram_loss(dataset: ByteDataset) -> float:
     """Held-out loss, nats a byte, of a table of which byte follows which: what a model has to beat."""
-    counts = torch.ones(256, 256, dtype=torch.float64)
-    pairs = dataset.train[:-1].long() * 256 + dataset.train[1:]
-    counts += torch.bincount(pairs, minlength=256 * 256).view(256, 256)
-    log_probs = (counts / counts.sum(1, keepdim=True)).log()
-    return -log_probs[dataset.valid[:-1].long(), dataset.valid[1:].long()].mean().item()
+    counts = torch.bincount(_pairs(dataset.train), minlength=256 * 256).view(256, 256) + 1.0
+    log_probs = (counts / counts.sum(1, keepdim=True)).log().flatten()
+    return -log_probs[_pairs(dataset.valid)].mean().item()
+
+
+def _pairs(data: Tensor, limit: int = 1 << 24) -> Tensor:
+    """Each byte and its successor as one number; a table has settled long before `limit` bytes."""
+    data = data[:limit].long()
+    return data[:-1] * 256 + data[1:]

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.lm import UsageError
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -21,6 +23,9 @@ class ModelConfig:
         kv_heads: key and value heads, a divisor of `heads`.
         tied: whether the output projection is the embedding.
         rope_theta: base of the rotary frequencies.
+
+    Raises:
+        UsageError: the numbers make no model.
     """
 
     vocab: int
@@ -34,11 +39,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.heads):
-            raise ValueError(f"dim {self.dim} over {self.heads} heads: rotary positions need an even head width")
+            raise UsageError(f"dim {self.dim} over {self.heads} heads: rotary positions need an even head width")
         if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
+            raise UsageError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
         if self.layers < 1:
-            raise ValueError(f"layers is {self.layers}, it must be at least 1")
+            raise UsageError(f"layers is {self.layers}, it must be at least 1")
 
     @property
     def head_dim(self) -> int:

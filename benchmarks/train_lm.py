@@ -1,0 +1,190 @@
+"""Train a byte-level language model and see what each optimizer makes of it.
+
+python -m benchmarks.train_lm
+python -m benchmarks.train_lm --compare lion,lion8bit,bnb.Lion8bit
+python -m benchmarks.train_lm --model 124m --data books/*.txt --checkpoint-every 500
+python -m benchmarks.train_lm --resume runs/…/lion8bit.pt
+"""
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+if __package__ in (None, ""):  # run as a file: its own folder is on the path, the project's is not
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+
+from benchmarks.lm import UsageError, data, loop, optimizers, report
+from benchmarks.lm.model import CONFIGS
+from benchmarks.lm.trainer import DTYPES, SCHEDULES, Settings, Trainer, load_checkpoint
+
+INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; the exit code is 0, 2 for what the person at it can put right, 130 if interrupted."""
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # GradScaler skipped a step
+    try:
+        return run(parse(argv))
+    except (UsageError, torch.OutOfMemoryError) as error:
+        message = str(error).splitlines()[0]
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    print(f"train_lm: error: {message}", file=sys.stderr)
+    return 2
+
+
+# --- Command line ----------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see --help)")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Options; those of a run's settings are absent unless given, so that `Settings` alone holds their defaults."""
+    parser = Parser("train_lm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--optimizer", metavar="NAME", help=f"one of {', '.join(optimizers.REGISTRY)}")
+    choice.add_argument("--compare", metavar="A,B,…", help="train with each of these, from the same seed")
+    choice.add_argument("--resume", type=Path, metavar="FILE", help="go on from a checkpoint, with its settings")
+    _add_settings(parser.add_argument_group("the run", argument_default=argparse.SUPPRESS))
+    place = parser.add_argument_group("where and how long")
+    place.add_argument("--device", help="cpu, cuda, cuda:1, …; default: a GPU if there is one")
+    place.add_argument("--out", type=Path, metavar="DIR", help="default: a new folder in runs/")
+    place.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="default: never")
+    place.add_argument("--stop-at", type=int, metavar="STEP", help="write a checkpoint there and end, to go on later")
+    return parser.parse_args(argv)
+
+
+def _add_settings(group: Any) -> None:
+    defaults = Settings()
+    group.add_argument("--data", nargs="+", metavar="FILE", help="text; default: the Python standard library's source")
+    group.add_argument("--model", help=f"one of {', '.join(CONFIGS)}; default: {defaults.model}")
+    group.add_argument("--layers", type=int, help="cut the model's depth")
+    group.add_argument("--dtype", help=f"one of {', '.join(DTYPES)}; default: amp_bf16 on a GPU, fp32 on a CPU")
+    group.add_argument("--lr", type=float, help="peak learning rate; default: by optimizer and model")
+    group.add_argument("--weight-decay", type=float, help="default: by optimizer")
+    group.add_argument("--schedule", help=f"one of {', '.join(SCHEDULES)}; default: {defaults.schedule}")
+    group.add_argument("--warmup", type=int, help="steps; default: a twentieth of all")
+    group.add_argument("--clip", type=float, help=f"largest gradient norm, 0: none; default: {defaults.clip:g}")
+    group.add_argument("--steps", type=int, help=f"default: {defaults.steps}")
+    group.add_argument("--batch-size", type=int, help=f"sequences a step; default: {defaults.batch_size}")
+    group.add_argument("--seq-len", type=int, help=f"bytes a sequence; default: {defaults.seq_len}")
+    group.add_argument("--accumulate", type=int, help="parts that a step's batch is cut into; default: 1")
+    group.add_argument("--seed", type=int, help=f"of the weights and the data's order; default: {defaults.seed}")
+    group.add_argument("--eval-every", type=int, help="steps; default: a tenth of all")
+    group.add_argument("--compile", action="store_true", help="run the model under torch.compile")
+    group.add_argument("--deterministic", action="store_true", help="the same bits on a GPU each time; slower")
+
+
+# --- What it does ----------------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.checkpoint_every < 0 or (args.stop_at is not None and args.stop_at < 1):
+        raise UsageError("--checkpoint-every and --stop-at count steps: give a positive number")
+    device = pick_device(args.device)
+    given = {name: value for name, value in vars(args).items() if name in Settings.__dataclass_fields__}
+    checkpoint = load_checkpoint(args.resume) if args.resume else None
+    if checkpoint:
+        refuse_changes(given, checkpoint)
+        settings = [Settings(**checkpoint["settings"])]
+    else:
+        settings = choose_settings(args, given, device)
+    if settings[0].deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+    dataset = data.ByteDataset.from_text(data.load_text(given.get("data", settings[0].data)))
+    out = make_folder(args, settings)
+    for each in settings:
+        trainer = Trainer.resume(checkpoint, dataset, device) if checkpoint else Trainer(each, dataset, device)
+        header = {"device": device_name(device), "torch": torch.__version__, "bigram_loss": data.bigram_loss(dataset)}
+        complete = loop.train(trainer, out, header=header, checkpoint_every=args.checkpoint_every, stop_at=args.stop_at)
+        if not complete:
+            return say_how_to_resume(trainer, out, args)
+        del trainer
+        free_memory()
+    show(out)
+    return 0
+
+
+def pick_device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"device {name!r} cannot be used ({reason}); try --device cpu") from error
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {os.cpu_count()} cores"
+
+
+def choose_settings(args: argparse.Namespace, given: dict[str, Any], device: torch.device) -> list[Settings]:
+    """The settings of every run asked for, each known to be possible before the first one starts."""
+    default = {"dtype": "amp_bf16"} if device.type == "cuda" else {}
+    names = args.compare.split(",") if args.compare else [args.optimizer or Settings.optimizer]
+    for name in names:
+        optimizers.find(name, device)
+    return [Settings(**{**default, **given, "optimizer": name}).resolved() for name in names]
+
+
+def refuse_changes(given: dict[str, Any], checkpoint: dict[str, Any]) -> None:
+    for name, value in given.items():
+        saved = checkpoint["settings"][name]
+        if name != "data" and value is not None and value != saved:
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"{option} {value} is not the {saved} that the checkpoint was trained with; leave it out")
+    if checkpoint["step"] >= checkpoint["settings"]["steps"]:
+        raise UsageError(f"the checkpoint is complete: all {checkpoint['step']} steps are done")
+
+
+def make_folder(args: argparse.Namespace, settings: list[Settings]) -> Path:
+    """The folder to write to; an earlier run's files are never overwritten, except by going on with it."""
+    if args.resume:
+        out = args.out or args.resume.parent
+    else:
+        out = args.out or Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
+    out.mkdir(parents=True, exist_ok=True)
+    for each in settings:
+        path = report.metrics_path(out, each.optimizer)
+        if path.exists() and not args.resume:
+            raise UsageError(f"{path} holds an earlier run; choose another --out, or go on with it: --resume")
+    return out
+
+
+def free_memory() -> None:
+    """Give each run of a comparison the start that the first one had."""
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def say_how_to_resume(trainer: Trainer, out: Path, args: argparse.Namespace) -> int:
+    path = report.checkpoint_path(out, trainer.settings.optimizer)
+    print(f"train_lm: stopped at step {trainer.step}; go on with: --resume {path}", file=sys.stderr)
+    return 0 if trainer.step == args.stop_at else INTERRUPTED
+
+
+def show(out: Path) -> None:
+    runs = report.read_all(out)
+    print(f"\n{report.table(runs)}\n", flush=True)
+    report.plot(runs, out / "loss.png")
+    print(f"losses in nats a byte; curve: {out / 'loss.png'}; metrics: {out}/*.jsonl")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
