@@ -1,0 +1,5 @@
+"""8-bit Lion for PyTorch."""
+
+from lowbit_optim.lion import Lion, Lion8bit
+
+__all__ = ["Lion", "Lion8bit"]

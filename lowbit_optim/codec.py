@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 # A code is a point on a mu-law curve (mu ~ 15) made of straight pieces, as in ITU-T G.711: with x = |value| / scale in
 # [0, 1], y = 1 + 14.75 x spans [1, 15.75], and the code counts steps of 1/32 octave from 1.0 in y's own float bits:
@@ -58,15 +59,20 @@ def scale_shape(shape: Sequence[int], block_size: int) -> tuple[int, ...]:
 
 
 def _to_blocks(x: Tensor, block_size: int) -> Tensor:
-    """``(rows, row_length)`` -> ``(rows, n_blocks, block_size)``, a short last block filled up with zeros."""
-    rows, row_length = x.shape
+    """Any shape -> ``(rows, n_blocks, block_size)``, the short last block of a row filled up with zeros."""
+    rows, row_length = row_layout(x.shape, block_size)
     n_blocks = (row_length + block_size - 1) // block_size
-    padded = F.pad(x, (0, n_blocks * block_size - row_length))
-    return padded.reshape(rows, n_blocks, block_size)
+    x = x.reshape(rows, row_length)
+    if not statically_known_true(row_length % block_size == 0):
+        x = F.pad(x, (0, n_blocks * block_size - row_length))
+    return x.reshape(rows, n_blocks, block_size)
 
 
-def _from_blocks(blocks: Tensor, row_length: int) -> Tensor:
-    return blocks.flatten(1)[:, :row_length]
+def _from_blocks(blocks: Tensor, shape: Sequence[int], block_size: int) -> Tensor:
+    _, row_length = row_layout(shape, block_size)
+    if statically_known_true(row_length % block_size == 0):
+        return blocks.reshape(shape)
+    return blocks.flatten(1)[:, :row_length].reshape(shape).contiguous()
 
 
 # --- The 8-bit code -------------------------------------------------------------------------------------------------
@@ -122,25 +128,17 @@ def encode(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         coded exactly; each block's maximum decodes to the scale. Encoding what :func:`decode` returned gives the same
         codes and scale.
     """
-    x = x.float()
-    if x.ndim == 2 and x.shape[1] == block_size:  # the compiled step's view: one block a row, nothing to rearrange
-        scale = scale_from_absmax(x.abs().amax(1, keepdim=True))
-        return _encode_blocks(x, scale), scale.to(SCALE_DTYPE)
-    rows, row_length = row_layout(x.shape, block_size)
-    blocks = _to_blocks(x.reshape(rows, row_length), block_size)
-    scale = scale_from_absmax(blocks.abs().amax(2, keepdim=True)) if x.numel() else blocks.new_zeros(*blocks.shape[:2], 1)
-    codes = _from_blocks(_encode_blocks(blocks, scale), row_length)
-    return codes.reshape(x.shape), scale.to(SCALE_DTYPE).reshape(scale_shape(x.shape, block_size))
+    blocks = _to_blocks(x.float(), block_size)
+    scale = scale_from_absmax(blocks.abs().amax(2, keepdim=True))
+    codes = _from_blocks(_encode_blocks(blocks, scale), x.shape, block_size)
+    return codes, scale.to(SCALE_DTYPE).reshape(scale_shape(x.shape, block_size))
 
 
 def decode(codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values that ``codes`` (int8) and ``scale`` stand for, shaped like ``codes``. Inverse of :func:`encode`."""
-    if codes.ndim == 2 and codes.shape[1] == block_size:
-        return _decode_blocks(codes, scale.float()).to(dtype)
-    rows, row_length = row_layout(codes.shape, block_size)
-    blocks = _to_blocks(codes.reshape(rows, row_length), block_size)
-    values = _decode_blocks(blocks, scale.float().reshape(rows, -1, 1))
-    return _from_blocks(values, row_length).reshape(codes.shape).to(dtype)
+    blocks = _to_blocks(codes, block_size)
+    values = _decode_blocks(blocks, scale.float().reshape(*blocks.shape[:2], 1))
+    return _from_blocks(values, codes.shape, block_size).to(dtype)
 
 
 # --- Stochastic rounding --------------------------------------------------------------------------------------------
@@ -178,6 +176,15 @@ def rounding_noise(group: Tensor, lane: Tensor, key: Tensor, step: Tensor) -> Te
     # two multipliers agree.
     multiplier = (lane * _LANE) ^ _LANE_BASE
     return _shift_right(h * multiplier, 16)
+
+
+def element_index(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """``(group, lane)`` of :func:`rounding_noise` for a contiguous tensor, broadcastable to ``shape``."""
+    if len(shape) == 2 and statically_known_true(shape[1] == NOISE_LANES):
+        group = torch.arange(shape[0], dtype=torch.int32, device=device).unsqueeze(1)
+        return group, torch.arange(NOISE_LANES, dtype=torch.int32, device=device)
+    index = torch.arange(math.prod(shape), device=device).reshape(shape)
+    return (index // NOISE_LANES).to(torch.int32), (index % NOISE_LANES).to(torch.int32)
 
 
 def noise_key(seed: int, parameter_index: int) -> int:

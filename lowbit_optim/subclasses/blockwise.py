@@ -35,7 +35,7 @@ class BlockwiseTensor(TorchAOBaseTensor):
     block_size: int
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype = torch.float32):
+    def __new__(cls, codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype = torch.float32) -> Any:
         return torch.Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
         )
@@ -83,10 +83,10 @@ class BlockwiseTensor(TorchAOBaseTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of ``dtype`` (``self.dtype`` if None)."""
-        return self._decode(self.codes, self.scale, self.block_size, dtype or self.dtype).contiguous()
+        return self._decode(self.codes, self.scale, self.block_size, dtype or self.dtype)
 
     def as_rows(self, row_length: int) -> "BlockwiseTensor":
-        """A ``(numel / row_length, row_length)`` view; ``row_length`` must be the block size or the rows' own length."""
+        """A ``(numel / row_length, row_length)`` view; ``row_length`` is the block size or the rows' own length."""
         return type(self)(
             self.codes.view(-1, row_length),
             self.scale.view(-1, -(-row_length // self.block_size)),
@@ -124,7 +124,9 @@ class BlockwiseTensor(TorchAOBaseTensor):
 
 def _check_shape(shape: tuple[int, ...] | torch.Size, block_size: int) -> None:
     if len(shape) == 0:
-        raise ValueError("a block-wise tensor needs at least one dimension, got shape (); keep scalars as float tensors")
+        raise ValueError(
+            "a block-wise tensor needs at least one dimension, got shape (): keep a scalar in float32"
+        )
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: at least 1 element must share a scale")
 
@@ -202,7 +204,7 @@ def _copy_(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     if type(source) is type(target) and source.shape == target.shape and source.block_size == target.block_size:
         codes, scale = source.codes, source.scale
     else:
-        values = source.dequantize() if isinstance(source, BlockwiseTensor) else source
+        values = dequantize(source)
         codes, scale = target._encode(values.expand(target.shape), target.block_size)
     target.codes.copy_(codes, *args[2:])
     target.scale.copy_(scale, *args[2:])
@@ -332,9 +334,8 @@ def _cat(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     if alike:
         codes, scale = func([t.codes for t in tensors], dim), func([t.scale for t in tensors], dim)
         kept = _if_blocks_whole(first, codes, scale)
-    return func([_values(t) for t in tensors], dim) if kept is None else kept
+    return func([dequantize(t) for t in tensors], dim) if kept is None else kept
 
 
-def _values(x: Tensor) -> Tensor:
+def dequantize(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, BlockwiseTensor) else x
-

@@ -1,0 +1,112 @@
+"""Running an update function compiled: which graphs there are, and when it runs uncompiled instead.
+
+An update function takes plain tensors and, for a quantised momentum, an :class:`OptimState8bit`. It is compiled for
+whole classes of shapes: every size that varies is *unbacked* (Dynamo neither specialises on it nor guards on 0 and 1),
+so that one graph serves all parameters of a dtype and kind:
+
+- aligned rows, seen as ``(blocks, block_size)``;
+- ragged rows, seen as ``(rows, row_length)``;
+- unquantised, seen as ``(numel,)``.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.exc import TorchDynamoException
+
+from lowbit_optim import codec
+from lowbit_optim.subclasses.blockwise import BlockwiseTensor
+
+# With these, a compiled step rounds where an eager one does, in every bit: no multiply-add contraction.
+_OPTIONS = {"emulate_precision_casts": True}
+_MAX_GRAPHS = 64  # dtypes x rounding x block sizes x layouts; Dynamo's own limit is 8
+
+UpdateFunction = Callable[..., None]
+
+
+class CompiledUpdate:
+    """Calls ``update(param, grad, exp_avg, *scalars)`` in place, compiled where that works.
+
+    Args:
+        update: writes ``param`` and ``exp_avg``. Momentum is an ``OptimState8bit`` or a float tensor; ``param`` and
+            ``grad`` are plain, contiguous, and shaped like it; ``scalars`` are 0-D tensors or None.
+    """
+
+    def __init__(self, update: UpdateFunction) -> None:
+        self._update = update
+        compile = functools.partial(torch.compile, fullgraph=True, dynamic=False, options=_OPTIONS)
+        self._compiled_plain = compile(update)
+        self._compiled_quantized = compile(_on_parts(update))
+        self._broken_devices: set[str] = set()
+
+    def __call__(self, param: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
+        """One step of one parameter. Any shape; ``param`` and ``grad`` contiguous."""
+        if torch.compiler.is_compiling():  # inside the user's own graph: let that compiler fuse it
+            self._update(param, grad, exp_avg, *scalars)
+            return
+        param, grad, exp_avg = _as_rows(param, grad, exp_avg)
+        if param.device.type in self._broken_devices:
+            self._update(param, grad, exp_avg, *scalars)
+            return
+        try:
+            self._run_compiled(param, grad, exp_avg, *scalars)
+        except TorchDynamoException as error:  # raised before the graph ran: nothing has been written yet
+            self._broken_devices.add(param.device.type)
+            warnings.warn(
+                f"cannot compile the optimizer step for {param.device.type} ({type(error).__name__}: "
+                f"{str(error).splitlines()[0]}); it runs uncompiled, with the same results but slower",
+                stacklevel=2,
+            )
+            self._update(param, grad, exp_avg, *scalars)
+
+    def _run_compiled(self, param: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
+        if not isinstance(exp_avg, BlockwiseTensor):
+            _mark_sizes(0, param, grad, exp_avg)
+            self._compiled_plain(param, grad, exp_avg, *scalars)
+            return
+        codes, scale, block_size = exp_avg.codes, exp_avg.scale, exp_avg.block_size
+        _mark_sizes(0, param, grad, codes, scale)
+        if codes.shape[1] != block_size:
+            _mark_sizes(1, param, grad, codes, scale)
+        self._compiled_quantized(type(exp_avg), block_size, param, grad, codes, scale, *scalars)
+
+
+def allow_all_graphs() -> Any:
+    """A context in which every kind of graph may be compiled; enter it once a step, since entering costs 20 us."""
+    return torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS)
+
+
+def _on_parts(update: UpdateFunction) -> UpdateFunction:
+    """``update`` with the momentum given as parts: Dynamo cannot leave the sizes of a subclass unbacked."""
+
+    def update_on_parts(
+        state_class: type[BlockwiseTensor],
+        block_size: int,
+        param: Tensor,
+        grad: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        *scalars: Tensor | None,
+    ) -> None:
+        update(param, grad, state_class(codes, scale, block_size), *scalars)
+
+    return update_on_parts
+
+
+def _as_rows(param: Tensor, grad: Tensor, exp_avg: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views with the sizes that the graphs are made for."""
+    if not isinstance(exp_avg, BlockwiseTensor):
+        return param.view(-1), grad.view(-1), exp_avg.view(-1)
+    _, row_length = codec.row_layout(param.shape, exp_avg.block_size)
+    length = exp_avg.block_size if row_length % exp_avg.block_size == 0 else row_length
+    return param.view(-1, length), grad.view(-1, length), exp_avg.as_rows(length)
+
+
+def _mark_sizes(dim: int, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        mark_unbacked(tensor, dim)

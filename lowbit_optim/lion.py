@@ -1,0 +1,132 @@
+"""Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2), in 32 or 8 bits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit_optim import codec
+from lowbit_optim.optimizer import LowBitOptimizer, ParamsT
+from lowbit_optim.subclasses.blockwise import dequantize
+
+
+def lion_update(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    lr: Tensor,
+    decay: Tensor,
+    beta1: Tensor,
+    grad_weight1: Tensor,
+    beta2: Tensor,
+    grad_weight2: Tensor,
+    noise_key: Tensor | None = None,
+    noise_step: Tensor | None = None,
+) -> None:
+    """One Lion step, in place; all arithmetic in fp32, in the paper's order.
+
+    Args:
+        param: float32, bfloat16 or float16.
+        grad: any float dtype, shaped like ``param``.
+        exp_avg: the momentum, a float32 tensor or an ``OptimState8bit``, shaped like ``param``.
+        lr, decay: 0-D float32; ``decay`` is what a weight loses of itself, the learning rate times the weight decay.
+        beta1, beta2: 0-D float32.
+        grad_weight1, grad_weight2: 0-D float32, ``1 - beta``; negative to maximise.
+        noise_key, noise_step: 0-D int64, to round the stored weight stochastically; None rounds to nearest.
+    """
+    p, g, m = param.float(), grad.float(), dequantize(exp_avg)
+
+    p = p - decay * p
+    p = p - lr * torch.sign(beta1 * m + grad_weight1 * g)
+    # a gradient that is not finite moves the weight as its sign says, and leaves no trace in the momentum
+    m = beta2 * m + grad_weight2 * torch.where(g.isfinite(), g, 0.0)
+
+    if noise_key is not None and noise_step is not None:
+        group, lane = codec.element_index(param.shape, param.device)
+        p = codec.stochastic_round(p, codec.rounding_noise(group, lane, noise_key, noise_step), param.dtype)
+    param.copy_(p)
+    exp_avg.copy_(m)
+
+
+class _LionBase(LowBitOptimizer):
+    update = staticmethod(lion_update)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        quantize: bool = True,
+        block_size: int = 64,
+        min_quantized_numel: int = 4096,
+        master_weight_bits: int | None = None,
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+        decouple_lr: bool = False,
+        maximize: bool = False,
+        offload_state: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            quantize=quantize,
+            block_size=block_size,
+            min_quantized_numel=min_quantized_numel,
+            master_weight_bits=master_weight_bits,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            decouple_lr=decouple_lr,
+            maximize=maximize,
+            offload_state=offload_state,
+            fused=fused,
+        )
+        super().__init__(params, defaults)
+
+
+class Lion8bit(_LionBase):
+    """Lion with 8-bit momentum: one byte a parameter, and 2 for each block of 64.
+
+    Args:
+        params: float32, bfloat16 or float16 parameters, named ones, or group dicts. Every option but ``seed``,
+            ``fused`` and ``offload_state`` can be set for a group.
+        lr: learning rate, >= 0; a float or a tensor of one element. It, ``betas`` and ``weight_decay`` may be changed
+            in ``param_groups`` at any time.
+        betas: in [0, 1): of the update, and of the momentum.
+        weight_decay: >= 0; a weight loses ``lr * weight_decay`` of itself in a step.
+        quantize: keep the momentum in 8 bits, for parameters with at least 2 dimensions, ``min_quantized_numel``
+            elements and rows of 16. All other momentum is float32.
+        block_size: elements that share a scale, >= 16.
+        min_quantized_numel: smaller parameters have float32 momentum.
+        master_weight_bits: not available yet.
+        stochastic_rounding: round bfloat16 and float16 weights up or down at random, so that small updates count on
+            average; False rounds to nearest.
+        seed: of that rounding, which draws from none of torch's generators.
+        decouple_lr: weight decay scaled by ``lr / initial_lr`` rather than by ``lr``.
+        maximize: ascend.
+        offload_state: not available yet.
+        fused: None or False; True is not available yet.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be used; the message says which, and what is allowed.
+        NotImplementedError: an option that is not available yet.
+    """
+
+
+class Lion(_LionBase):
+    """Lion with float32 momentum: ``quantize=False`` by default, all else as in :class:`Lion8bit`."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        quantize: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, weight_decay, quantize=quantize, **options)
