@@ -27,7 +27,14 @@ Allocate = Callable[[Tensor, dict[str, Any]], State]
 
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # How state is stored is up to the optimizer that loads it, not to the checkpoint.
-_STORAGE_OPTIONS = {"quantize", "block_size", "min_quantized_numel", "master_weight_bits", "stochastic_rounding"}
+_STORAGE_OPTIONS = {
+    "quantize",
+    "block_size",
+    "min_quantized_numel",
+    "master_weight_bits",
+    "stochastic_rounding",
+    "offload_state",
+}
 # What these mean in the groups of other optimizers they would not mean in ours.
 _FOREIGN_OPTIONS = {"eps", "alpha", "t_alpha", "t_beta3", "fused", "foreach", "capturable", "differentiable"}
 _FLASHOPTIM_OPTION = "master_bytewidth"
@@ -66,7 +73,7 @@ def float_state_dict(source: Optimizer | Mapping[str, Any], dtype: torch.dtype =
         for key, name, state in zip(group.keys, group.names, group.states, strict=True):
             if state is not None:
                 states[key] = {"exp_avg": _as_float(_read_momentum(state, group.options, name), dtype)}
-        options = {k: v for k, v in group.options.items() if k not in _STORAGE_OPTIONS | {"format_version"}}
+        options = {k: v for k, v in group.options.items() if k not in _STORAGE_OPTIONS | {"fused", "format_version"}}
         groups.append({**options, "params": group.keys})
     return {"state": states, "param_groups": groups}
 
