@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
-    dataset = data.ByteDataset.from_text(data.load_text(given.get("data", settings[0].data)))
+    dataset = load_dataset(given.get("data", settings[0].data), settings[0].seq_len)
     out = make_folder(args, settings)
     for each in settings:
         trainer = Trainer.resume(checkpoint, dataset, device) if checkpoint else Trainer(each, dataset, device)
@@ -136,9 +136,10 @@ def choose_settings(args: argparse.Namespace, given: dict[str, Any], device: tor
     """The settings of every run asked for, each known to be possible before the first one starts."""
     default = {"dtype": "amp_bf16"} if device.type == "cuda" else {}
     names = args.compare.split(",") if args.compare else [args.optimizer or Settings.optimizer]
+    settings = [Settings(**{**default, **given, "optimizer": name}).resolved() for name in names]
     for name in names:
         optimizers.find(name, device)
-    return [Settings(**{**default, **given, "optimizer": name}).resolved() for name in names]
+    return settings
 
 
 def refuse_changes(given: dict[str, Any], checkpoint: dict[str, Any]) -> None:
@@ -149,6 +150,13 @@ def refuse_changes(given: dict[str, Any], checkpoint: dict[str, Any]) -> None:
             raise UsageError(f"{option} {value} is not the {saved} that the checkpoint was trained with; leave it out")
     if checkpoint["step"] >= checkpoint["settings"]["steps"]:
         raise UsageError(f"the checkpoint is complete: all {checkpoint['step']} steps are done")
+
+
+def load_dataset(files: list[str] | None, seq_len: int) -> data.ByteDataset:
+    dataset = data.ByteDataset.from_text(data.load_text(files))
+    for split in ("train", "valid"):
+        dataset.batch(1, seq_len, torch.Generator(), split)  # says so if the text is too short, before anything starts
+    return dataset
 
 
 def make_folder(args: argparse.Namespace, settings: list[Settings]) -> Path:

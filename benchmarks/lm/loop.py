@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +60,14 @@ def train(
 
 def _progress_bar(trainer: Trainer) -> tqdm:
     settings = trainer.settings
-    return tqdm(total=settings.steps, initial=trainer.step, desc=settings.optimizer, unit="step", dynamic_ncols=True)
+    return tqdm(
+        total=settings.steps,
+        initial=trainer.step,
+        desc=settings.optimizer,
+        unit="step",
+        dynamic_ncols=True,
+        mininterval=0.5 if sys.stderr.isatty() else 15,  # a log file keeps every update
+    )
 
 
 def _next_mark(step: int, last: int, *intervals: int) -> int:
@@ -78,7 +86,7 @@ def _advance(trainer: Trainer, mark: int, bar: tqdm, stopping: Callable[[], bool
     values = torch.stack(losses).tolist()
     seconds = (time.perf_counter() - begun) / len(values)
     tokens_per_s = trainer.settings.batch_size * trainer.settings.seq_len / seconds
-    bar.set_postfix_str(f"loss {values[-1]:.3f}, {tokens_per_s:,.0f} tokens/s")
+    bar.set_postfix_str(f"loss {values[-1]:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
     return [
         {"step": first + i, "loss": loss, "lr": lr, "step_ms": seconds * 1e3, "tokens_per_s": tokens_per_s}
         for i, (loss, lr) in enumerate(zip(values, lrs, strict=True))

@@ -139,7 +139,7 @@ class Trainer:
         device: where.
 
     Raises:
-        UsageError: the optimizer is not installed or does not run on `device`, or the text is too short.
+        UsageError: the optimizer is not installed or does not run on `device`.
     """
 
     def __init__(self, settings: Settings, dataset: ByteDataset, device: torch.device) -> None:
@@ -164,8 +164,6 @@ class Trainer:
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
         self.generator = torch.Generator().manual_seed(settings.seed)
-        for split in ("train", "valid"):
-            dataset.batch(1, settings.seq_len, torch.Generator(), split)
 
     def train_step(self) -> Tensor:
         """One optimizer step on the next batch; its loss before the step, fp32 `()`, on the device."""

@@ -1,0 +1,464 @@
+"""benchmarks/train_lm.py: what it promises to whoever runs it, and the parts it is made of."""
+
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import train_lm
+from benchmarks.lm import UsageError, data, optimizers, report
+from benchmarks.lm.model import CONFIGS, GPT, Attention, ModelConfig, rotary
+from benchmarks.lm.trainer import Settings, Trainer, load_checkpoint, lr_factor
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+SMALL = ModelConfig(vocab=256, layers=2, dim=32, ff=48, heads=4, kv_heads=2, tied=False)
+# Seconds, not minutes: one layer, short windows, six steps.
+QUICK = [
+    *("--device", "cpu", "--layers", "1", "--batch-size", "4", "--seq-len", "16", "--steps", "6", "--eval-every", "6")
+]
+
+
+@pytest.fixture(autouse=True)
+def _quick():
+    """Compiling takes longer than all of these tests together, and models this small gain nothing from threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    words = torch.randint(97, 105, (4000,), generator=torch.Generator().manual_seed(1)).tolist()
+    path.write_bytes(bytes(words) + b" the same few words again" * 300)
+    return path
+
+
+@pytest.fixture
+def dataset(text: Path) -> data.ByteDataset:
+    return data.ByteDataset.from_text(text.read_bytes())
+
+
+def main(text: Path, out: Path, *options: str) -> int:
+    return train_lm.main([*QUICK, "--data", str(text), "--out", str(out), *options])
+
+
+def command(*options: str, largest_file: int | None = None, as_module: bool = False) -> subprocess.CompletedProcess:
+    """The script in a process of its own, which may be forbidden to write files above a size, as a full disk would."""
+
+    def limit() -> None:
+        if largest_file:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
+    how = ["-m", "benchmarks.train_lm"] if as_module else [str(ROOT / "benchmarks" / "train_lm.py")]
+    env = {**os.environ, "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *how, *options], cwd=ROOT, env=env, capture_output=True, text=True, preexec_fn=limit
+    )
+
+
+def error_line(stderr: str) -> str:
+    """The one line on stderr that is not the progress bar's."""
+    lines = [line for line in stderr.replace("\r", "\n").splitlines() if line.strip() and "step/s" not in line]
+    assert len(lines) == 1, stderr
+    return lines[0]
+
+
+def assert_same(a, b, path: str = "") -> None:
+    """Equal in every bit, whatever the nesting; times are not part of what a run computes."""
+    if isinstance(a, Tensor):
+        assert torch.equal(a, b), path
+        assert a.dtype == b.dtype, path
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a.keys() - {"step_ms", "tokens_per_s"}:
+            assert_same(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{path}/{i}")
+    else:
+        assert a == b, path
+
+
+# --- Text ------------------------------------------------------------------------------------------------------------
+
+
+def test_train_and_held_out_text_are_disjoint_and_whole():
+    text = bytes(range(100)) * 9 + bytes(range(200, 250)) * 2
+    dataset = data.ByteDataset.from_text(text)
+    assert bytes(dataset.train.tolist() + dataset.valid.tolist()) == text
+    assert dataset.batch(500, 8, split="train")[1].max() < 100
+    assert dataset.batch(500, 8, split="valid")[1].min() >= 200
+
+
+def test_a_batch_is_windows_of_the_text_and_what_follows():
+    dataset = data.ByteDataset(torch.arange(50, dtype=torch.uint8), torch.arange(10, dtype=torch.uint8))
+    inputs, targets = dataset.batch(200, 7, torch.Generator().manual_seed(0))
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(7))
+    assert torch.equal(targets, inputs + 1)
+    assert set(inputs[:, 0].tolist()) == set(range(43))
+
+
+def test_the_standard_library_is_there_and_reads_the_same_twice():
+    text = data.load_text()
+    assert text == data.load_text()
+    assert len(text) > 2_000_000
+    assert b"class OrderedDict" in text
+
+
+def test_byte_pair_loss_is_that_of_a_counted_table():
+    train, valid = b"abab" * 50, b"abba"
+    dataset = data.ByteDataset(*(torch.tensor(list(part), dtype=torch.uint8) for part in (train, valid)))
+    pairs = {(x, y): 1 for x in range(256) for y in range(256)}
+    for pair in itertools.pairwise(train):
+        pairs[pair] += 1
+    expected = [-math.log(pairs[x, y] / sum(pairs[x, z] for z in range(256))) for x, y in itertools.pairwise(valid)]
+    assert data.bigram_loss(dataset) == pytest.approx(sum(expected) / 3, rel=1e-5)
+
+
+# --- Model -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_later_token_does_not_change_earlier_logits():
+    model = GPT(SMALL)
+    tokens = torch.randint(256, (3, 20))
+    changed = tokens.clone()
+    changed[:, 12:] = (changed[:, 12:] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert not torch.isclose(before[:, 12:], after[:, 12:]).all(-1).any()
+
+
+def test_attention_equals_a_loop_over_heads_with_complex_rotations():
+    attention, x = Attention(SMALL).double(), torch.randn(2, 9, SMALL.dim, dtype=torch.float64)
+    width = SMALL.head_dim
+    positions = torch.arange(9, dtype=torch.float64)[:, None]
+    turn = torch.polar(
+        torch.ones(9, width // 2, dtype=torch.float64),
+        positions * SMALL.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width),
+    )
+
+    def rotated(head: Tensor) -> Tensor:
+        turned = torch.complex(head[..., : width // 2], head[..., width // 2 :]) * turn
+        return torch.cat((turned.real, turned.imag), -1)
+
+    heads = []
+    for i in range(SMALL.heads):
+        j = i // (SMALL.heads // SMALL.kv_heads)
+        query = rotated(x @ attention.query.weight[i * width : (i + 1) * width].T)
+        key = rotated(x @ attention.key.weight[j * width : (j + 1) * width].T)
+        scores = (query @ key.mT / width**0.5).masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ (x @ attention.value.weight[j * width : (j + 1) * width].T))
+    expected = torch.cat(heads, -1) @ attention.out.weight.T
+    torch.testing.assert_close(attention(x, rotary(9, SMALL, CPU)), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters", "tensors"),
+    [
+        ("tiny", 1_016_960, 38),
+        ("30m", 29_938_560, 56),
+        ("124m", 123_587_328, 110),
+        ("1b", 1_498_482_688, 147),
+        ("8b", 8_030_261_248, 291),  # as published for Llama 3 8B
+    ],
+)
+def test_sizes(size: str, parameters: int, tensors: int):
+    with torch.device("meta"):
+        model = GPT(CONFIGS[size])
+    found = list(model.parameters())
+    assert (sum(p.numel() for p in found), len(found)) == (parameters, tensors)
+
+
+# --- Optimizers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n, entry in optimizers.REGISTRY.items() if not entry.device_types])
+def test_every_optimizer_that_runs_here_learns(name: str):
+    pytest.importorskip(optimizers.REGISTRY[name].module)
+    dataset = data.ByteDataset.from_text(b"the same few words again " * 200)
+    trainer = Trainer(Settings(name, layers=1, batch_size=8, seq_len=16, steps=15), dataset, CPU)
+    losses = [trainer.train_step().item() for _ in range(15)]
+    assert losses[-1] < 0.75 * losses[0]
+
+
+def test_an_optimizer_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "lion_pytorch", None)
+    with pytest.raises(UsageError, match=r"lion_pytorch.Lion cannot be imported.*pip install --upgrade lion-pytorch"):
+        optimizers.find("lion_pytorch.Lion", CPU)
+
+
+def test_only_matrices_decay():
+    model = GPT(SMALL)
+    decaying, free = optimizers.build("torch.AdamW", model, 1e-3, 0.5).param_groups
+    assert (decaying["weight_decay"], free["weight_decay"]) == (0.5, 0.0)
+    assert {p.ndim for p in decaying["params"]} == {2}
+    assert {p.ndim for p in free["params"]} == {1}
+    assert len(decaying["params"]) + len(free["params"]) == len(list(model.parameters()))
+
+
+def test_bytes_per_parameter_of_known_states():
+    pytest.importorskip("lion_pytorch")
+    for name, expected in (("lion_pytorch.Lion", 4.0), ("torch.AdamW", 8 + 4 * 2 / 9)):
+        parameter, bias = torch.nn.Parameter(torch.randn(2, 4)), torch.nn.Parameter(torch.randn(1))
+        optimizer = optimizers.build(name, torch.nn.ParameterList([parameter, bias]), 1e-3, 0.1)
+        (parameter.sum() + bias.sum()).backward()
+        optimizer.step()
+        assert optimizers.bytes_per_parameter(optimizer) == expected
+
+
+def test_bytes_per_parameter_of_a_tensor_subclass_and_of_shared_tensors():
+    from lowbit_optim.subclasses import OptimState8bit
+
+    parameters = [torch.nn.Parameter(torch.zeros(4, 128)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    table = torch.zeros(256)
+    for parameter in parameters:
+        state = OptimState8bit.zeros((4, 128), block_size=64)
+        optimizer.state[parameter] = {"exp_avg": {"nested": [state]}, "table": table, "step": 3}
+    scale_bytes = state.scale.numel() * state.scale.element_size()
+    assert optimizers.bytes_per_parameter(optimizer) == (2 * (4 * 128 + scale_bytes) + 256 * 4) / (2 * 4 * 128)
+
+
+# --- The step --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("constant", 1.0), ("cosine", 0.1), ("linear", 0.1)])
+def test_schedules_warm_up_and_end_where_they_say(schedule: str, last: float):
+    factors = [lr_factor(step, schedule, steps=100, warmup=10) for step in range(101)]
+    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert factors[10] == 1.0
+    assert factors[100] == pytest.approx(last)
+    assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
+
+
+def gradients_of_one_step(dataset: data.ByteDataset, **options) -> tuple[Tensor, list[Tensor]]:
+    trainer = Trainer(Settings("torch.AdamW", layers=1, batch_size=8, seq_len=16, **options), dataset, CPU)
+    trainer.optimizer.zero_grad = lambda: None
+    loss = trainer.train_step()
+    return loss, [p.grad for p in trainer.model.parameters()]
+
+
+def test_accumulating_parts_gives_the_gradient_of_the_whole(dataset: data.ByteDataset):
+    loss, whole = gradients_of_one_step(dataset, clip=0)
+    loss_of_parts, parts = gradients_of_one_step(dataset, clip=0, accumulate=4)
+    torch.testing.assert_close(loss_of_parts, loss)
+    for a, b in zip(whole, parts, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_clipping_limits_the_norm_of_the_whole_gradient(dataset: data.ByteDataset):
+    _, free = gradients_of_one_step(dataset, clip=0)
+    _, clipped = gradients_of_one_step(dataset, clip=0.01)
+    norm = torch.cat([g.flatten() for g in free]).norm()
+    assert norm > 0.1
+    for a, b in zip(free, clipped, strict=True):
+        torch.testing.assert_close(a * (0.01 / norm), b, rtol=1e-3, atol=1e-8)
+
+
+def test_scaled_fp16_gradients_are_clipped_after_unscaling(dataset: data.ByteDataset):
+    _, plain = gradients_of_one_step(dataset, clip=0.01)
+    _, scaled = gradients_of_one_step(dataset, clip=0.01, dtype="amp_fp16")
+    difference = sum((a - b).square().sum() for a, b in zip(plain, scaled, strict=True)).sqrt()
+    assert difference < 0.05 * 0.01
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [("fp32", "float32"), ("amp_bf16", "float32"), ("amp_fp16", "float32"), ("bf16", "bfloat16")]
+)
+def test_dtypes_store_weights_as_they_say_and_learn(dtype: str, stored: str):
+    dataset = data.ByteDataset.from_text(b"the same few words again " * 200)
+    trainer = Trainer(Settings(layers=1, batch_size=8, seq_len=16, steps=15, dtype=dtype), dataset, CPU)
+    losses = [trainer.train_step().item() for _ in range(15)]
+    assert {p.dtype for p in trainer.model.parameters()} == {getattr(torch, stored)}
+    assert losses[-1] < 0.75 * losses[0]
+
+
+def test_held_out_loss_is_the_mean_over_the_same_windows(dataset: data.ByteDataset):
+    trainer = Trainer(Settings("torch.AdamW", layers=1, batch_size=7, seq_len=16, eval_sequences=40), dataset, CPU)
+    order_before = trainer.generator.get_state()
+    first = trainer.held_out_loss()
+    assert trainer.held_out_loss() == first
+    assert torch.equal(trainer.generator.get_state(), order_before)
+    inputs, targets = dataset.batch(40, 16, torch.Generator().manual_seed(1234), "valid")
+    assert first == pytest.approx(trainer.model.loss(inputs, targets).item(), rel=1e-5)
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--optimizer lion9bit", "lion9bit.*choose from lion, lion8bit, torch.AdamW"),
+        ("--compare lion,flashoptim.FlashLion", "flashoptim.FlashLion runs on cuda only, not on cpu"),
+        ("--steps many", "--steps: invalid int value: 'many'"),
+        ("--steps 0", "steps is 0; it must be .* at least 1"),
+        ("--lr nan", "lr is nan"),
+        ("--weight-decay -1", "weight-decay is -1"),
+        ("--batch-size 6 --accumulate 4", "6 cannot be cut into 4 equal parts"),
+        ("--model huge", "model is 'huge'; choose from tiny, 30m"),
+        ("--dtype fp8", "dtype is 'fp8'; choose from fp32"),
+        ("--schedule none", "schedule is 'none'; choose from constant"),
+        ("--layers 0", "layers is 0"),
+        ("--seq-len 100000", "needs one more than that"),
+        ("--device nowhere", "'nowhere' cannot be used"),
+        ("--checkpoint-every -1", "--checkpoint-every and --stop-at count steps"),
+        ("--data missing.txt", "missing.txt: No such file"),
+        ("--resume missing.pt", "cannot read missing.pt: No such file"),
+        ("--frobnicate", "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_bad_arguments_get_one_line(options: str, message: str, text: Path, tmp_path: Path, capsys):
+    assert main(text, tmp_path / "run", *options.split()) == 2
+    line = error_line(capsys.readouterr().err)
+    assert line.startswith("train_lm: error: ")
+    assert re.search(message, line), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_comparing_gives_one_table_one_plot_and_metrics_of_each(text: Path, tmp_path: Path, capsys):
+    assert main(text, tmp_path / "run", "--compare", "lion8bit,torch.AdamW") == 0
+    table = capsys.readouterr().out
+    runs = report.read_all(tmp_path / "run")
+    assert [run.name for run in runs] == ["lion8bit", "torch.AdamW"]
+    for run in runs:
+        assert f"{run.summary['held_out_loss']:.3f}" in table
+        assert f"{run.summary['optimizer_bytes_per_parameter']:.3f}" in table
+        assert [row["step"] for row in run.rows] == list(range(1, 7))
+    assert runs[0].rows[0]["loss"] == runs[1].rows[0]["loss"], "the same weights meet the same first batch"
+    assert runs[0].rows[-1]["loss"] != runs[1].rows[-1]["loss"]
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_earlier_run_is_not_overwritten(text: Path, tmp_path: Path, capsys):
+    assert main(text, tmp_path, "--optimizer", "torch.AdamW") == 0
+    before = (tmp_path / "torch.AdamW.jsonl").read_bytes()
+    assert main(text, tmp_path, "--optimizer", "torch.AdamW") == 2
+    assert "holds an earlier run" in capsys.readouterr().err
+    assert (tmp_path / "torch.AdamW.jsonl").read_bytes() == before
+
+
+def test_a_line_cut_short_by_a_full_disk_is_passed_over(text: Path, tmp_path: Path):
+    assert main(text, tmp_path, "--optimizer", "torch.AdamW") == 0
+    path = tmp_path / "torch.AdamW.jsonl"
+    path.write_text(path.read_text()[:-5])
+    assert report.read(path).summary is None
+    assert len(report.read(path).rows) == 6
+
+
+# --- Resuming --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [
+        ("lion8bit", "fp32"),
+        ("lion8bit", "bf16"),
+        ("lion8bit", "amp_fp16"),
+        ("lion", "bf16"),
+        ("torch.AdamW", "amp_fp16"),
+        ("bnb.Lion8bit", "fp32"),
+    ],
+)
+def test_resuming_equals_not_stopping(optimizer: str, dtype: str, text: Path, tmp_path: Path):
+    pytest.importorskip(optimizers.REGISTRY[optimizer].module)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = ["--optimizer", optimizer, "--dtype", dtype, "--accumulate", "2"]
+    assert main(text, whole, *options, "--checkpoint-every", "6") == 0
+    assert main(text, parts, *options, "--stop-at", "3") == 0
+    torch.manual_seed(99)
+    assert train_lm.main(["--resume", str(parts / f"{optimizer}.pt"), "--checkpoint-every", "6"]) == 0
+    ends = [load_checkpoint(folder / f"{optimizer}.pt") for folder in (whole, parts)]
+    assert ends[0]["step"] == 6
+    assert_same(*ends)
+    assert_same(*(report.read(folder / f"{optimizer}.jsonl").rows for folder in (whole, parts)))
+
+
+def test_resuming_in_a_new_process_equals_not_stopping(text: Path, tmp_path: Path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    common = [*QUICK, "--data", str(text), "--dtype", "bf16", "--checkpoint-every", "6"]
+    for how in ([*common, "--out", str(whole)], [*common, "--out", str(parts), "--stop-at", "3"]):
+        assert command(*how).returncode == 0
+    resumed = command("--resume", str(parts / "lion8bit.pt"), "--checkpoint-every", "6", as_module=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same(*(load_checkpoint(folder / "lion8bit.pt") for folder in (whole, parts)))
+
+
+def test_an_interrupt_ends_the_step_and_writes_a_checkpoint(text: Path, tmp_path: Path, monkeypatch, capsys):
+    step = Trainer.train_step
+
+    def interrupted(self: Trainer) -> Tensor:
+        if self.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    assert main(text, tmp_path / "run", "--optimizer", "torch.AdamW") == 130
+    assert "stopped at step 3; go on with: --resume" in capsys.readouterr().err
+    assert load_checkpoint(tmp_path / "run" / "torch.AdamW.pt")["step"] == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_resuming_refuses_what_would_change_the_run(text: Path, tmp_path: Path, capsys):
+    assert main(text, tmp_path / "run", "--optimizer", "torch.AdamW", "--stop-at", "3", "--checkpoint-every", "6") == 0
+    resume = ["--resume", str(tmp_path / "run" / "torch.AdamW.pt")]
+    other = tmp_path / "other.txt"
+    other.write_bytes(text.read_bytes()[1:])
+    assert train_lm.main([*resume, "--lr", "0.5"]) == 2
+    assert "--lr 0.5 is not the 0.005 that the checkpoint was trained with" in capsys.readouterr().err
+    assert train_lm.main([*resume, "--data", str(other)]) == 2
+    assert "the text is not the one" in capsys.readouterr().err
+    assert train_lm.main(["--resume", str(text)]) == 2
+    assert "is not a checkpoint of this script" in capsys.readouterr().err
+    assert train_lm.main([*resume, "--data", str(text), "--checkpoint-every", "6"]) == 0
+    assert train_lm.main(resume) == 2
+    assert "the checkpoint is complete" in capsys.readouterr().err
+
+
+def test_a_checkpoint_needs_nothing_to_be_read(text: Path, tmp_path: Path):
+    assert main(text, tmp_path, "--stop-at", "3") == 0
+    code = "import sys, torch; torch.load(sys.argv[1], weights_only=True); assert 'lowbit_optim' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "lion8bit.pt")], check=True, cwd=tmp_path)
+
+
+def test_a_full_disk_costs_nothing_that_was_written(text: Path, tmp_path: Path):
+    assert main(text, tmp_path, "--optimizer", "torch.AdamW", "--stop-at", "3") == 0
+    checkpoint = tmp_path / "torch.AdamW.pt"
+    before = checkpoint.read_bytes()
+    failed = command("--resume", str(checkpoint), "--checkpoint-every", "2", largest_file=100_000)
+    assert failed.returncode == 2
+    line = error_line(failed.stderr)
+    assert f"cannot write {checkpoint} (File too large)" in line
+    assert f"go on with --resume {checkpoint}" in line
+    assert checkpoint.read_bytes() == before
+    assert not list(tmp_path.glob("*.partial"))
+    assert train_lm.main(["--resume", str(checkpoint)]) == 0
+
+
+def test_metrics_are_json_with_the_settings_first(text: Path, tmp_path: Path):
+    assert main(text, tmp_path, "--optimizer", "torch.AdamW", "--lr", "0.25") == 0
+    lines = [json.loads(line) for line in (tmp_path / "torch.AdamW.jsonl").read_text().splitlines()]
+    saved = Settings(**lines[0]["settings"])
+    assert (
+        replace(saved, data=None)
+        == Settings("torch.AdamW", layers=1, batch_size=4, seq_len=16, steps=6, lr=0.25).resolved()
+    )
+    assert "summary" in lines[-1]
