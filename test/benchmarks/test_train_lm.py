@@ -232,7 +232,7 @@ def test_bytes_per_parameter_of_a_tensor_subclass_and_of_shared_tensors():
     table = torch.zeros(256)
     for parameter in parameters:
         state = OptimState8bit.zeros((4, 128), block_size=64)
-        optimizer.state[parameter] = {"exp_avg": {"nested": [state]}, "table": table, "step": 3}
+        optimizer.state[parameter] = {"exp_avg": {"nested": [state]}, "table": table[:], "step": 3}
     scale_bytes = state.scale.numel() * state.scale.element_size()
     assert optimizers.bytes_per_parameter(optimizer) == (2 * (4 * 128 + scale_bytes) + 256 * 4) / (2 * 4 * 128)
 
@@ -402,6 +402,15 @@ def test_resuming_in_a_new_process_equals_not_stopping(text: Path, tmp_path: Pat
     assert_same(*(load_checkpoint(folder / "lion8bit.pt") for folder in (whole, parts)))
 
 
+def test_resuming_goes_on_with_the_global_generator(dataset: data.ByteDataset, tmp_path: Path):
+    trainer = Trainer(Settings("torch.AdamW", layers=1), dataset, CPU)
+    torch.rand(5)
+    trainer.save(tmp_path / "a.pt")
+    expected = torch.rand(3)
+    Trainer.resume(load_checkpoint(tmp_path / "a.pt"), dataset, CPU)
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_an_interrupt_ends_the_step_and_writes_a_checkpoint(text: Path, tmp_path: Path, monkeypatch, capsys):
     step = Trainer.train_step
 
@@ -459,6 +468,6 @@ def test_metrics_are_json_with_the_settings_first(text: Path, tmp_path: Path):
     saved = Settings(**lines[0]["settings"])
     assert (
         replace(saved, data=None)
-        == Settings("torch.AdamW", layers=1, batch_size=4, seq_len=16, steps=6, lr=0.25).resolved()
+        == Settings("torch.AdamW", layers=1, batch_size=4, seq_len=16, steps=6, lr=0.25, eval_every=6).resolved()
     )
     assert "summary" in lines[-1]
