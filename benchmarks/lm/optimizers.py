@@ -20,6 +20,7 @@ class Entry:
         package: what to install to have it.
         family: "lion" or "adamw", which sets the default learning rate and weight decay.
         options: keyword arguments besides the learning rate and weight decay.
+        fp32_options: further ones for fp32 weights.
         device_types: where it runs; empty for everywhere.
     """
 
@@ -28,6 +29,7 @@ class Entry:
     package: str
     family: str = "lion"
     options: dict[str, Any] = field(default_factory=dict)
+    fp32_options: dict[str, Any] = field(default_factory=dict)
     device_types: tuple[str, ...] = ()
 
 
@@ -38,7 +40,13 @@ REGISTRY = {
     "lion_pytorch.Lion": Entry("lion_pytorch", "Lion", "lion-pytorch"),
     "bnb.Lion": Entry("bitsandbytes.optim", "Lion", "bitsandbytes"),
     "bnb.Lion8bit": Entry("bitsandbytes.optim", "Lion8bit", "bitsandbytes"),
-    "flashoptim.FlashLion": Entry("flashoptim", "FlashLion", "flashoptim", device_types=("cuda",)),
+    "flashoptim.FlashLion": Entry(
+        "flashoptim",
+        "FlashLion",
+        "flashoptim",
+        fp32_options={"master_weight_bits": None},  # it refuses its own default there
+        device_types=("cuda",),
+    ),
     "torchao.AdamW8bit": Entry("torchao.optim", "AdamW8bit", "torchao", "adamw", {"betas": (0.9, 0.95)}),
 }
 
@@ -88,7 +96,9 @@ def build(name: str, model: nn.Module, lr: float, weight_decay: float) -> torch.
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer_class = find(name, parameters[0].device)
-    return optimizer_class(groups, lr=lr, **REGISTRY[name].options)
+    entry = REGISTRY[name]
+    fp32 = all(p.dtype == torch.float32 for p in parameters)
+    return optimizer_class(groups, lr=lr, **entry.options, **(entry.fp32_options if fp32 else {}))
 
 
 def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> float:

@@ -214,6 +214,12 @@ def test_only_matrices_decay():
     assert len(decaying["params"]) + len(free["params"]) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, {"master_weight_bits": None}), (torch.bfloat16, {})])
+def test_flashlion_is_built_as_its_weights_need(dtype: torch.dtype, expected: dict, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(optimizers, "find", lambda name, device: lambda groups, lr, **options: options)
+    assert optimizers.build("flashoptim.FlashLion", GPT(SMALL).to(dtype), 1e-3, 0.1) == expected
+
+
 def test_bytes_per_parameter_of_known_states():
     pytest.importorskip("lion_pytorch")
     for name, expected in (("lion_pytorch.Lion", 4.0), ("torch.AdamW", 8 + 4 * 2 / 9)):
