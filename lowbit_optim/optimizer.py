@@ -90,7 +90,7 @@ class LowBitOptimizer(Optimizer):
         """For every parameter that could get a gradient, so that ranks and later loads agree on what there is."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p not in self.state and (p.requires_grad or p.grad is not None):
+                if p not in self.state and _is_trained(p):
                     self.state[p] = self._new_state(p, group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,17 +122,18 @@ class LowBitOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if any(p not in self.state for group in self.param_groups for p in group["params"] if p.requires_grad):
+        if any(p not in self.state for group in self.param_groups for p in group["params"] if _is_trained(p)):
             self._init_missing_state()
-        update = _compiled_update(type(self).update)
-        with contextlib.nullcontext() if torch.compiler.is_compiling() else allow_all_graphs():
+        is_compiling = torch.compiler.is_compiling()
+        update = type(self).update if is_compiling else _compiled_update(type(self).update)
+        with contextlib.nullcontext() if is_compiling else allow_all_graphs():
             first_index = 0
             for group in self.param_groups:
                 self._step_group(group, first_index, update)
                 first_index += len(group["params"])
         return loss
 
-    def _step_group(self, group: dict[str, Any], first_index: int, update: CompiledUpdate) -> None:
+    def _step_group(self, group: dict[str, Any], first_index: int, update: UpdateFunction) -> None:
         _advance_step(group)
         scalars: dict[torch.device, tuple[Tensor, ...]] = {}
         for index, p in enumerate(group["params"], first_index):
@@ -149,7 +150,11 @@ class LowBitOptimizer(Optimizer):
         return _noise_key(group["seed"], index), group["step"]
 
 
-def _update_param(update: CompiledUpdate, p: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
+def _is_trained(p: Tensor) -> bool:
+    return p.requires_grad or p.grad is not None
+
+
+def _update_param(update: UpdateFunction, p: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
     """Where the parameter's memory is not simply its elements in order, on a copy of them."""
     if is_traceable_wrapper_subclass(p) or not p.is_contiguous():
         values = torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(p)
@@ -165,8 +170,14 @@ def _compiled_update(update: UpdateFunction) -> CompiledUpdate:
     return CompiledUpdate(update)
 
 
-@functools.lru_cache(maxsize=1 << 16)
 def _noise_key(seed: int, parameter_index: int) -> Tensor:
+    if torch.compiler.is_compiling():  # a user's compiler warns of caches that it would trace through
+        return torch.tensor(codec.noise_key(seed, parameter_index))
+    return _cached_noise_key(seed, parameter_index)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _cached_noise_key(seed: int, parameter_index: int) -> Tensor:
     return torch.tensor(codec.noise_key(seed, parameter_index))
 
 
