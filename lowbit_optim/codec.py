@@ -49,10 +49,15 @@ def row_layout(shape: Sequence[int], block_size: int) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
+def blocks_per_row(row_length: int, block_size: int) -> int:
+    """The last block of a row may be short."""
+    return (row_length + block_size - 1) // block_size
+
+
 def scale_shape(shape: Sequence[int], block_size: int) -> tuple[int, ...]:
     """Shape of the scales of a tensor of this shape: the row dimension(s) replaced by the blocks of a row."""
     _, row_length = row_layout(shape, block_size)
-    n_blocks = -(-row_length // block_size)
+    n_blocks = blocks_per_row(row_length, block_size)
     if len(shape) <= 2 or shape[-1] >= block_size:
         return (*shape[:-1], n_blocks)
     return (shape[0], n_blocks)
@@ -61,7 +66,7 @@ def scale_shape(shape: Sequence[int], block_size: int) -> tuple[int, ...]:
 def _to_blocks(x: Tensor, block_size: int) -> Tensor:
     """Any shape -> ``(rows, n_blocks, block_size)``, the short last block of a row filled up with zeros."""
     rows, row_length = row_layout(x.shape, block_size)
-    n_blocks = (row_length + block_size - 1) // block_size
+    n_blocks = blocks_per_row(row_length, block_size)
     x = x.reshape(rows, row_length)
     if not statically_known_true(row_length % block_size == 0):
         x = F.pad(x, (0, n_blocks * block_size - row_length))
@@ -72,7 +77,9 @@ def _from_blocks(blocks: Tensor, shape: Sequence[int], block_size: int) -> Tenso
     _, row_length = row_layout(shape, block_size)
     if statically_known_true(row_length % block_size == 0):
         return blocks.reshape(shape)
-    return blocks.flatten(1)[:, :row_length].reshape(shape).contiguous()
+    filled = blocks.flatten(1)
+    # A slice would do, but its size is a new unknown to torch 2.11's compiler where that of padding is not.
+    return F.pad(filled, (0, row_length - filled.shape[1])).reshape(shape)
 
 
 # --- The 8-bit code -------------------------------------------------------------------------------------------------
@@ -125,8 +132,8 @@ def encode(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         ``codes``, int8, shaped like ``x``, in -127 ... 127; and ``scale``, bfloat16, of :func:`scale_shape`. Zero is
-        coded exactly; each block's maximum decodes to the scale. Encoding what :func:`decode` returned gives the same
-        codes and scale.
+        coded exactly; each block's maximum decodes to the scale, give or take fp32's last bit. Encoding what
+        :func:`decode` returned gives the same codes and scale.
     """
     blocks = _to_blocks(x.float(), block_size)
     scale = scale_from_absmax(blocks.abs().amax(2, keepdim=True))
