@@ -302,7 +302,7 @@ def _disk_error(error: BaseException) -> str:
     """torch.save hides the disk's own error behind one about its archive."""
     while not isinstance(error, OSError) and error.__context__ is not None:
         error = error.__context__
-    return error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+    return (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
 
 
 def _what_is_left(path: Path) -> str:
