@@ -42,7 +42,7 @@ class CompiledUpdate:
         compile = functools.partial(torch.compile, fullgraph=True, dynamic=False, options=_OPTIONS)
         self._compiled_plain = compile(update)
         self._compiled_quantized = compile(_on_parts(update))
-        self._broken_devices: set[str] = set()
+        self._uncompilable: set[tuple[str, bool, bool]] = set()  # device type, quantised, aligned
 
     def __call__(self, param: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
         """One step of one parameter. Any shape; ``param`` and ``grad`` contiguous."""
@@ -50,18 +50,16 @@ class CompiledUpdate:
             self._update(param, grad, exp_avg, *scalars)
             return
         param, grad, exp_avg = _as_rows(param, grad, exp_avg)
-        if param.device.type in self._broken_devices:
+        kind = (param.device.type, isinstance(exp_avg, BlockwiseTensor), _is_aligned(exp_avg))
+        # torch.compile(fullgraph=True) itself takes TORCH_COMPILE_DISABLE=1 for an error since torch 2.13
+        if kind in self._uncompilable or torch._dynamo.config.disable:
             self._update(param, grad, exp_avg, *scalars)
             return
         try:
             self._run_compiled(param, grad, exp_avg, *scalars)
         except TorchDynamoException as error:  # raised before the graph ran: nothing has been written yet
-            self._broken_devices.add(param.device.type)
-            warnings.warn(
-                f"cannot compile the optimizer step for {param.device.type} ({type(error).__name__}: "
-                f"{str(error).splitlines()[0]}); it runs uncompiled, with the same results but slower",
-                stacklevel=2,
-            )
+            self._warn(param.device.type, error)
+            self._uncompilable.add(kind)
             self._update(param, grad, exp_avg, *scalars)
 
     def _run_compiled(self, param: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
@@ -71,9 +69,19 @@ class CompiledUpdate:
             return
         codes, scale, block_size = exp_avg.codes, exp_avg.scale, exp_avg.block_size
         _mark_sizes(0, param, grad, codes, scale)
-        if codes.shape[1] != block_size:
+        if not _is_aligned(exp_avg):
             _mark_sizes(1, param, grad, codes, scale)
         self._compiled_quantized(type(exp_avg), block_size, param, grad, codes, scale, *scalars)
+
+    def _warn(self, device_type: str, error: Exception) -> None:
+        """Once a device type, however many kinds of graph cannot be had."""
+        if all(kind[0] != device_type for kind in self._uncompilable):
+            reason = next(iter(str(error).splitlines()), "")
+            warnings.warn(
+                f"cannot compile the optimizer step for {device_type} ({type(error).__name__}: {reason}); "
+                "it runs uncompiled: slower, with the same results",
+                stacklevel=2,
+            )
 
 
 def allow_all_graphs() -> Any:
@@ -93,6 +101,11 @@ def _on_parts(update: UpdateFunction) -> UpdateFunction:
         scale: Tensor,
         *scalars: Tensor | None,
     ) -> None:
+        for tensor in (grad, codes):  # Dynamo knows nothing of unbacked sizes but what it is told
+            torch._check(tensor.shape[0] == param.shape[0])
+            torch._check(tensor.shape[1] == param.shape[1])
+        torch._check(scale.shape[0] == param.shape[0])
+        torch._check(scale.shape[1] == codec.blocks_per_row(param.shape[1], block_size))
         update(param, grad, state_class(codes, scale, block_size), *scalars)
 
     return update_on_parts
@@ -105,6 +118,10 @@ def _as_rows(param: Tensor, grad: Tensor, exp_avg: Tensor) -> tuple[Tensor, Tens
     _, row_length = codec.row_layout(param.shape, exp_avg.block_size)
     length = exp_avg.block_size if row_length % exp_avg.block_size == 0 else row_length
     return param.view(-1, length), grad.view(-1, length), exp_avg.as_rows(length)
+
+
+def _is_aligned(exp_avg: Tensor) -> bool:
+    return isinstance(exp_avg, BlockwiseTensor) and exp_avg.shape[1] == exp_avg.block_size
 
 
 def _mark_sizes(dim: int, *tensors: Tensor) -> None:

@@ -89,16 +89,23 @@ class BlockwiseTensor(TorchAOBaseTensor):
         """A ``(numel / row_length, row_length)`` view; ``row_length`` is the block size or the rows' own length."""
         return type(self)(
             self.codes.view(-1, row_length),
-            self.scale.view(-1, -(-row_length // self.block_size)),
+            self.scale.view(-1, codec.blocks_per_row(row_length, self.block_size)),
             self.block_size,
             self.dtype,
         )
 
+    # torch's own of the next three reach for the storage that a wrapper does not have, and crash the process
+
     def share_memory_(self) -> "BlockwiseTensor":
-        # torch's own reads the storage that a wrapper does not have, and crashes the process
         self.codes.share_memory_()
         self.scale.share_memory_()
         return self
+
+    def apply_(self, callable: Any) -> Any:
+        raise _in_place_error("apply_")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.dequantize().__dlpack__(*args, **kwargs)
 
     def is_shared(self) -> bool:
         return self.codes.is_shared() and self.scale.is_shared()
@@ -124,9 +131,7 @@ class BlockwiseTensor(TorchAOBaseTensor):
 
 def _check_shape(shape: tuple[int, ...] | torch.Size, block_size: int) -> None:
     if len(shape) == 0:
-        raise ValueError(
-            "a block-wise tensor needs at least one dimension, got shape (): keep a scalar in float32"
-        )
+        raise ValueError("a block-wise tensor needs at least one dimension, got shape (): keep a scalar in float32")
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: at least 1 element must share a scale")
 
@@ -297,36 +302,46 @@ def _select(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     return func(x.dequantize(), dim, index) if kept is None else kept
 
 
-@BlockwiseTensor.implements_torch_function([torch.split, torch.Tensor.split, torch.Tensor.split_with_sizes])
+@BlockwiseTensor.implements_torch_function(
+    [
+        torch.split,
+        torch.Tensor.split,
+        torch.split_with_sizes,
+        torch.Tensor.split_with_sizes,
+        torch.chunk,
+        torch.Tensor.chunk,
+    ]
+)
 def _split(func: Any, types: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
     """As slices: below this level autograd rewraps the parts of an op with several outputs as plain tensors."""
-    return _narrow_all(*args, **kwargs)
-
-
-@BlockwiseTensor.implements_torch_function([torch.chunk, torch.Tensor.chunk])
-def _chunk(func: Any, types: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
-    return _narrow_all(*_chunk_arguments(*args, **kwargs))
-
-
-def _narrow_all(x: Tensor, split_size_or_sections: int | list[int], dim: int = 0) -> tuple[Tensor, ...]:
-    length, sizes = x.shape[dim], split_size_or_sections
-    if isinstance(sizes, int):
-        sizes = [min(sizes, length - start) for start in range(0, length, sizes)] or [0]
-    if sum(sizes) != length:
-        raise ValueError(f"split sizes {list(sizes)} must add up to the {length} elements of dimension {dim}")
+    x, dim = args[0], kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    sizes = [piece.shape[dim] for piece in func(x.codes, *args[1:], **kwargs)]
     ends = itertools.accumulate(sizes)
     return tuple(x.narrow(dim, end - size, size) for end, size in zip(ends, sizes, strict=True))
 
 
-def _chunk_arguments(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, int, int]:
-    return x, max(1, -(-x.shape[dim] // chunks)), dim
+@BlockwiseTensor.implements_torch_function([torch.Tensor.contiguous])
+def _contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """As a clone where it is one: torchao asks the parts, and a scale may have no such memory format."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+@BlockwiseTensor.implements_torch_function([torch.Tensor.__setitem__])
+def _setitem(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+    """Refused where the indexed part is decoded values: the write would be lost with them."""
+    x, index, _ = args
+    if isinstance(x, BlockwiseTensor) and not isinstance(x[index], BlockwiseTensor):
+        raise _in_place_error("x[index] = value, where the index cuts a block,")
+    with torch._C.DisableTorchFunctionSubclass():
+        func(*args, **kwargs)
 
 
 @BlockwiseTensor.implements([aten.cat.default])
 def _cat(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     tensors, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0][0].ndim
     first = tensors[0]
-    alike = all(
+    alike = isinstance(first, BlockwiseTensor) and all(
         type(t) is type(first) and t.block_size == first.block_size and t.dtype == first.dtype and _is_leading(t, dim)
         for t in tensors
     )
