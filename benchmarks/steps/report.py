@@ -96,11 +96,15 @@ def plot(rows: list[Row], copy_bytes_per_s: float, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _format_ms(ms: float) -> str:
+    return f"{ms:#.3g}" if ms < 100 else f"{ms:,.0f}"
+
+
 def _draw_panel(axes: Any, rows: list[Row], floor_ms: Callable[[Row], float]) -> None:
     positions = range(len(rows))
     bars = axes.barh(positions, [row["step_ms"] for row in rows], color="#9ecae1")
     axes.barh(positions, [floor_ms(row) for row in rows], color="#3182bd")
-    axes.bar_label(bars, [f"{row['step_ms']:.3g}" for row in rows], padding=3, fontsize=8)
+    axes.bar_label(bars, [_format_ms(row["step_ms"]) for row in rows], padding=3, fontsize=8)
     axes.set_yticks(positions, [label(row) for row in rows], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.1)
