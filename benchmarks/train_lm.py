@@ -7,6 +7,7 @@ python -m benchmarks.train_lm --resume runs/…/lion8bit.pt
 """
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -28,7 +29,7 @@ INTERRUPTED = 130
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit code is 0, 2 for what the person at it can put right, 130 if interrupted."""
-    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # GradScaler skipped a step
+    hush()
     try:
         return run(parse(argv))
     except (UsageError, torch.OutOfMemoryError) as error:
@@ -37,6 +38,13 @@ def main(argv: list[str] | None = None) -> int:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     print(f"train_lm: error: {message}", file=sys.stderr)
     return 2
+
+
+def hush() -> None:
+    """Leave out what libraries say about themselves, so that an error's one line stands alone."""
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # GradScaler skipped a step
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 # --- Command line ----------------------------------------------------------------------------------------------------
