@@ -160,8 +160,8 @@ def _update_param(update: UpdateFunction, p: Tensor, grad: Tensor, exp_avg: Tens
         values = torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(p)
         update(values, grad.contiguous(), exp_avg, *scalars)
         p.copy_(values)
-    else:
-        update(p, grad.contiguous(), exp_avg, *scalars)
+    else:  # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
+        update(p.detach(), grad.contiguous(), exp_avg, *scalars)
 
 
 @functools.cache
