@@ -18,6 +18,10 @@ from typing import Any, NoReturn
 if __package__ in (None, ""):  # run as a file: its own folder is on the path, the project's is not
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+# Read once, when torch loads OpenMP. Threads that spin while they wait make a step ten times slower where other
+# programs want the cores too.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 from benchmarks.lm import UsageError, data, loop, optimizers, report
