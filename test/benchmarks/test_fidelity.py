@@ -10,7 +10,7 @@ from reference import lion_reference
 from benchmarks import fidelity
 from benchmarks import peer_codecs as peers
 
-SIZE = fidelity.Size(layers=1, dim=128, vocab=256, batch=4, seq_len=16, steps=12, seeds=2, held_out=8)
+SIZE = fidelity.Size(layers=1, dim=128, vocab=256, batch=4, seq_len=16, steps=12, lr=1e-3, held_out=8)
 EXACT = peers.Codec("exact", 64, 2, lambda blocks: blocks.clone())
 COARSE = peers.Codec(
     "coarse", 64, 2, lambda blocks: peers._divide(blocks, peers._absmax(blocks)).round() * peers._absmax(blocks)
