@@ -8,7 +8,7 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # tensors are small; on a busy machine threads wait 40 ms a kernel for each other
 
 
 def _can_compile() -> bool:
