@@ -63,23 +63,40 @@ def scale_shape(shape: Sequence[int], block_size: int) -> tuple[int, ...]:
     return (shape[0], n_blocks)
 
 
+def _is_block_view(shape: Sequence[int], block_size: int) -> bool:
+    """Whether each row already is one whole block, as in the compiled step's view of aligned rows.
+
+    There a reshape, even to the same shape, would make the compiler write its input to memory.
+    """
+    return len(shape) == 2 and statically_known_true(shape[1] == block_size)
+
+
 def _to_blocks(x: Tensor, block_size: int) -> Tensor:
-    """Any shape -> ``(rows, n_blocks, block_size)``, the short last block of a row filled up with zeros."""
+    """Any shape -> ``(..., block_size)``, the short last block of a row filled up with zeros."""
+    if _is_block_view(x.shape, block_size):
+        return x
     rows, row_length = row_layout(x.shape, block_size)
     n_blocks = blocks_per_row(row_length, block_size)
-    x = x.reshape(rows, row_length)
-    if not statically_known_true(row_length % block_size == 0):
-        x = F.pad(x, (0, n_blocks * block_size - row_length))
-    return x.reshape(rows, n_blocks, block_size)
+    padded = F.pad(x.reshape(rows, row_length), (0, n_blocks * block_size - row_length))
+    return padded.reshape(rows, n_blocks, block_size)
 
 
-def _from_blocks(blocks: Tensor, shape: Sequence[int], block_size: int) -> Tensor:
-    _, row_length = row_layout(shape, block_size)
+def _beside_scale(x: Tensor, scale: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """``x`` as blocks, or as rows where these end in a short block, and its scale, broadcastable to that."""
+    if _is_block_view(x.shape, block_size):
+        return x, scale
+    rows, row_length = row_layout(x.shape, block_size)
+    scale = scale.reshape(rows, blocks_per_row(row_length, block_size))
     if statically_known_true(row_length % block_size == 0):
-        return blocks.reshape(shape)
-    filled = blocks.flatten(1)
-    # A slice would do, but its size is a new unknown to torch 2.11's compiler where that of padding is not.
-    return F.pad(filled, (0, row_length - filled.shape[1])).reshape(shape)
+        return x.reshape(rows, scale.shape[1], block_size), scale.unsqueeze(2)
+    # Filling the rows up and cutting them off again would do, but torch's CPU compiler (2.13) then makes of an index
+    # i // block_size two nested loops, and forgets the rest of the row. It knows `//`, but does not see through this:
+    block = torch.div(torch.arange(row_length, device=x.device), block_size, rounding_mode="trunc")
+    return x.reshape(rows, row_length), scale[:, block]
+
+
+def _reshape(x: Tensor, shape: Sequence[int], block_size: int) -> Tensor:
+    return x if _is_block_view(shape, block_size) else x.reshape(shape)
 
 
 # --- The 8-bit code -------------------------------------------------------------------------------------------------
@@ -135,17 +152,16 @@ def encode(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         coded exactly; each block's maximum decodes to the scale, give or take fp32's last bit. Encoding what
         :func:`decode` returned gives the same codes and scale.
     """
-    blocks = _to_blocks(x.float(), block_size)
-    scale = scale_from_absmax(blocks.abs().amax(2, keepdim=True))
-    codes = _from_blocks(_encode_blocks(blocks, scale), x.shape, block_size)
+    x = x.float()
+    scale = scale_from_absmax(_to_blocks(x, block_size).abs().amax(-1, keepdim=True))
+    codes = _reshape(_encode_blocks(*_beside_scale(x, scale, block_size)), x.shape, block_size)
     return codes, scale.to(SCALE_DTYPE).reshape(scale_shape(x.shape, block_size))
 
 
 def decode(codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values that ``codes`` (int8) and ``scale`` stand for, shaped like ``codes``. Inverse of :func:`encode`."""
-    blocks = _to_blocks(codes, block_size)
-    values = _decode_blocks(blocks, scale.float().reshape(*blocks.shape[:2], 1))
-    return _from_blocks(values, codes.shape, block_size).to(dtype)
+    values = _decode_blocks(*_beside_scale(codes, scale.float(), block_size))
+    return _reshape(values, codes.shape, block_size).to(dtype)
 
 
 # --- Stochastic rounding --------------------------------------------------------------------------------------------
