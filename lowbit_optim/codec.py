@@ -179,6 +179,11 @@ def _shift_right(x: Tensor, n: int) -> Tensor:
     return (x >> n) & ((1 << (32 - n)) - 1)
 
 
+def _multiply(x: Tensor, y: Tensor | int) -> Tensor:
+    """Product of int32s, wrapping. By way of int64: a C++ compiler may take it that an int32 does not overflow."""
+    return (x.to(torch.int64) * y).to(torch.int32)
+
+
 def rounding_noise(group: Tensor, lane: Tensor, key: Tensor, step: Tensor) -> Tensor:
     """16 uniform bits an element, int32 in 0 ... 65535.
 
@@ -189,16 +194,16 @@ def rounding_noise(group: Tensor, lane: Tensor, key: Tensor, step: Tensor) -> Te
         step: 0-D int64, the number of the step.
     """
     key_low, key_high = key.to(torch.int32), (key >> 32).to(torch.int32)
-    h = (group ^ key_low) * _MIX_A
-    h = h ^ _shift_right(h, 15) ^ (step.to(torch.int32) * _STEP + key_high)
-    h = h * _MIX_B
+    h = _multiply(group ^ key_low, _MIX_A)
+    h = h ^ _shift_right(h, 15) ^ (step * _STEP + key_high).to(torch.int32)
+    h = _multiply(h, _MIX_B)
     h = h ^ _shift_right(h, 16)
-    h = h * _MIX_A
+    h = _multiply(h, _MIX_A)
     h = h ^ _shift_right(h, 15)
     # One odd multiplier a lane: uniform in each lane, and uncorrelated between any two, since no small multiples of
     # two multipliers agree.
-    multiplier = (lane * _LANE) ^ _LANE_BASE
-    return _shift_right(h * multiplier, 16)
+    multiplier = _multiply(lane, _LANE) ^ _LANE_BASE
+    return _shift_right(_multiply(h, multiplier), 16)
 
 
 def element_index(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
