@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 CODE_MAX = 127
 _SPAN = 14.75
 _ONE_BITS = 0x3F800000  # the bits of 1.0f
+SIGN_BIT = -0x80000000
 _CODE_SHIFT = 18  # 23 mantissa bits, of which 5 are kept
 _INVERSE_SPAN = 1.0 / _SPAN
 
@@ -129,7 +130,8 @@ def _encode_blocks(x: Tensor, scale: Tensor) -> Tensor:
     """fp32 values and their broadcastable fp32 scale -> int8 codes. ``|x| <= scale`` up to bfloat16 rounding."""
     y = x.abs() * _inverse_scale(scale) + 1.0
     magnitude = (y.view(torch.int32) - (_ONE_BITS - (1 << (_CODE_SHIFT - 1)))) >> _CODE_SHIFT
-    return torch.where(x < 0, -magnitude, magnitude).to(torch.int8)
+    sign = x.view(torch.int32) >> 31  # 0 or -1
+    return ((magnitude ^ sign) - sign).to(torch.int8)
 
 
 def _decode_blocks(codes: Tensor, scale: Tensor) -> Tensor:
@@ -137,7 +139,7 @@ def _decode_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     code = codes.to(torch.int32)
     y = ((code.abs() << _CODE_SHIFT) + _ONE_BITS).view(torch.float32)
     magnitude = (y - 1.0) * (scale * _INVERSE_SPAN)
-    return torch.where(code < 0, -magnitude, magnitude)
+    return (magnitude.view(torch.int32) | (code & SIGN_BIT)).view(torch.float32)
 
 
 def encode(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -171,6 +173,7 @@ def decode(codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype = t
 
 NOISE_LANES = 64
 _MIX_A, _MIX_B, _STEP = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B1 - (1 << 32)
+_MAX_BFLOAT16 = torch.finfo(torch.bfloat16).max
 _LANE, _LANE_BASE = 0x3C6EF362, 0x2C1B3C6D
 
 
@@ -233,12 +236,12 @@ def stochastic_round(x: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
         noise: int32, 16 uniform bits an element (:func:`rounding_noise`).
         dtype: ``torch.bfloat16`` or ``torch.float16``.
 
-    Beyond the largest finite value of ``dtype``, and for NaN and infinity, this is ordinary conversion.
+    From the largest finite value of ``dtype`` on, and for NaN and infinity, this is ordinary conversion.
     """
     if dtype == torch.bfloat16:
         rounded = ((x.view(torch.int32) + noise) & -0x10000).view(torch.float32)
-        # below the largest bfloat16: above it noise would make an infinity, and turn a NaN into a number
-        return torch.where(x.abs() < 3.3895313892515355e38, rounded, x).to(dtype)
+        # not from the largest bfloat16 on: noise would make an infinity, and turn a NaN into a number
+        return torch.where(x.abs() < _MAX_BFLOAT16, rounded, x).to(dtype)
     if dtype == torch.float16:
         # Below 2**-14 float16's spacing is fixed. Adding 2**-14 gives fp32 that same fixed spacing (13 bits above its
         # own) until it is taken off again; both are exact after the rounding.

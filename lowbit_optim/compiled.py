@@ -1,12 +1,14 @@
 """Running an update function compiled: which graphs there are, and when it runs uncompiled instead.
 
 An update function takes plain tensors and, for a quantised momentum, an :class:`OptimState8bit`. It is compiled for
-whole classes of shapes: every size that varies is *unbacked* (Dynamo neither specialises on it nor guards on 0 and 1),
-so that one graph serves all parameters of a dtype and kind:
+whole classes of shapes, so that one graph serves all parameters of a dtype and kind:
 
-- aligned rows, seen as ``(blocks, block_size)``;
-- ragged rows, seen as ``(rows, row_length)``;
-- unquantised, seen as ``(numel,)``.
+- aligned rows, seen as ``(blocks, block_size)``, with a dynamic number of blocks;
+- unquantised, seen as ``(numel,)``, with a dynamic size;
+- ragged rows, seen as ``(rows, row_length)``, with both sizes *unbacked*: Dynamo knows nothing of them. With dynamic
+  ones it would make graphs of their own for one row and for one block. The price is that little is fused.
+
+A dynamic size of 0 or 1 would be a graph of its own, too; so small a tensor runs uncompiled.
 """
 
 import functools
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.decorators import mark_unbacked, maybe_mark_dynamic
 from torch._dynamo.exc import TorchDynamoException
 
 from lowbit_optim import codec
@@ -42,7 +44,7 @@ class CompiledUpdate:
         compile = functools.partial(torch.compile, fullgraph=True, dynamic=False, options=_OPTIONS)
         self._compiled_plain = compile(update)
         self._compiled_quantized = compile(_on_parts(update))
-        self._uncompilable: set[tuple[str, bool, bool]] = set()  # device type, quantised, aligned
+        self._uncompilable: set[tuple[str, str]] = set()  # device type, kind
 
     def __call__(self, param: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
         """One step of one parameter. Any shape; ``param`` and ``grad`` contiguous."""
@@ -50,28 +52,35 @@ class CompiledUpdate:
             self._update(param, grad, exp_avg, *scalars)
             return
         param, grad, exp_avg = _as_rows(param, grad, exp_avg)
-        kind = (param.device.type, isinstance(exp_avg, BlockwiseTensor), _is_aligned(exp_avg))
-        # torch.compile(fullgraph=True) itself takes TORCH_COMPILE_DISABLE=1 for an error since torch 2.13
-        if kind in self._uncompilable or torch._dynamo.config.disable:
+        kind = _kind(exp_avg)
+        if not self._is_worth_compiling(kind, param):
             self._update(param, grad, exp_avg, *scalars)
             return
         try:
-            self._run_compiled(param, grad, exp_avg, *scalars)
+            self._run_compiled(kind, param, grad, exp_avg, *scalars)
         except TorchDynamoException as error:  # raised before the graph ran: nothing has been written yet
             self._warn(param.device.type, error)
-            self._uncompilable.add(kind)
+            self._uncompilable.add((param.device.type, kind))
             self._update(param, grad, exp_avg, *scalars)
 
-    def _run_compiled(self, param: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
+    def _is_worth_compiling(self, kind: str, param: Tensor) -> bool:
+        if torch._dynamo.config.disable:  # since 2.13, torch.compile(fullgraph=True) takes it for an error
+            return False
+        too_small = param.shape[0] < 2 and kind != "ragged"
+        return not too_small and (param.device.type, kind) not in self._uncompilable
+
+    def _run_compiled(self, kind: str, param: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
         if not isinstance(exp_avg, BlockwiseTensor):
-            _mark_sizes(0, param, grad, exp_avg)
+            _mark(maybe_mark_dynamic, 0, param, grad, exp_avg)
             self._compiled_plain(param, grad, exp_avg, *scalars)
             return
-        codes, scale, block_size = exp_avg.codes, exp_avg.scale, exp_avg.block_size
-        _mark_sizes(0, param, grad, codes, scale)
-        if not _is_aligned(exp_avg):
-            _mark_sizes(1, param, grad, codes, scale)
-        self._compiled_quantized(type(exp_avg), block_size, param, grad, codes, scale, *scalars)
+        tensors = param, grad, exp_avg.codes, exp_avg.scale
+        if kind == "aligned":
+            _mark(maybe_mark_dynamic, 0, *tensors)
+        else:
+            _mark(mark_unbacked, 0, *tensors)
+            _mark(mark_unbacked, 1, *tensors)
+        self._compiled_quantized(type(exp_avg), exp_avg.block_size, kind, *tensors, *scalars)
 
     def _warn(self, device_type: str, error: Exception) -> None:
         """Once a device type, however many kinds of graph cannot be had."""
@@ -95,17 +104,19 @@ def _on_parts(update: UpdateFunction) -> UpdateFunction:
     def update_on_parts(
         state_class: type[BlockwiseTensor],
         block_size: int,
+        kind: str,
         param: Tensor,
         grad: Tensor,
         codes: Tensor,
         scale: Tensor,
         *scalars: Tensor | None,
     ) -> None:
-        for tensor in (grad, codes):  # Dynamo knows nothing of unbacked sizes but what it is told
-            torch._check(tensor.shape[0] == param.shape[0])
-            torch._check(tensor.shape[1] == param.shape[1])
-        torch._check(scale.shape[0] == param.shape[0])
-        torch._check(scale.shape[1] == codec.blocks_per_row(param.shape[1], block_size))
+        if kind == "ragged":  # a guard, too: the graph of ragged rows would serve aligned ones, slowly
+            for tensor in (grad, codes, scale):  # Dynamo knows nothing of unbacked sizes but what it is told
+                torch._check(tensor.shape[0] == param.shape[0])
+            torch._check(grad.shape[1] == param.shape[1])
+            torch._check(codes.shape[1] == param.shape[1])
+            torch._check(scale.shape[1] == codec.blocks_per_row(param.shape[1], block_size))
         update(param, grad, state_class(codes, scale, block_size), *scalars)
 
     return update_on_parts
@@ -120,10 +131,13 @@ def _as_rows(param: Tensor, grad: Tensor, exp_avg: Tensor) -> tuple[Tensor, Tens
     return param.view(-1, length), grad.view(-1, length), exp_avg.as_rows(length)
 
 
-def _is_aligned(exp_avg: Tensor) -> bool:
-    return isinstance(exp_avg, BlockwiseTensor) and exp_avg.shape[1] == exp_avg.block_size
+def _kind(exp_avg: Tensor) -> str:
+    """Of graph, by a view from :func:`_as_rows`."""
+    if not isinstance(exp_avg, BlockwiseTensor):
+        return "unquantized"
+    return "aligned" if exp_avg.shape[1] == exp_avg.block_size else "ragged"
 
 
-def _mark_sizes(dim: int, *tensors: Tensor) -> None:
+def _mark(mark: Callable[[Tensor, int], None], dim: int, *tensors: Tensor) -> None:
     for tensor in tensors:
-        mark_unbacked(tensor, dim)
+        mark(tensor, dim)

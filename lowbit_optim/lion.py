@@ -1,5 +1,6 @@
 """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2), in 32 or 8 bits."""
 
+import math
 from typing import Any
 
 import torch
@@ -37,15 +38,21 @@ def lion_update(
     p, g, m = param.float(), grad.float(), dequantize(exp_avg)
 
     p = p - decay * p
-    p = p - lr * torch.sign(beta1 * m + grad_weight1 * g)
+    p = p - _times_sign(lr, beta1 * m + grad_weight1 * g)
     # a gradient that is not finite moves the weight as its sign says, and leaves no trace in the momentum
-    m = beta2 * m + grad_weight2 * torch.where(g.isfinite(), g, 0.0)
+    m = beta2 * m + grad_weight2 * torch.where(g.abs() < math.inf, g, 0.0)
 
     if noise_key is not None and noise_step is not None:
         group, lane = codec.element_index(param.shape, param.device)
         p = codec.stochastic_round(p, codec.rounding_noise(group, lane, noise_key, noise_step), param.dtype)
     param.copy_(p)
     exp_avg.copy_(m)
+
+
+def _times_sign(lr: Tensor, x: Tensor) -> Tensor:
+    """``lr * x.sign()``, 0 for 0 and NaN: the sign bit moved over, since a compiler takes ``sign`` through int8."""
+    signed = lr.view(torch.int32) ^ (x.view(torch.int32) & codec.SIGN_BIT)
+    return torch.where(x.abs() > 0, signed.view(torch.float32), 0.0)
 
 
 class _LionBase(LowBitOptimizer):
