@@ -246,7 +246,7 @@ def stochastic_round(x: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
         # Below 2**-14 float16's spacing is fixed. Adding 2**-14 gives fp32 that same fixed spacing (13 bits above its
         # own) until it is taken off again; both are exact after the rounding.
         magnitude = x.abs()
-        offset = torch.where(magnitude < 2.0**-14, 2.0**-14, 0.0)
+        offset = torch.where(magnitude < 2.0**-14, 2.0**-14, 0.0).float()  # not of the default dtype
         bits = ((magnitude + offset).view(torch.int32) + (noise >> 3)) & -0x2000
         rounded = bits.view(torch.float32) - offset
         rounded = torch.where(x < 0, -rounded, rounded)
