@@ -37,7 +37,11 @@ _STORAGE_OPTIONS = {
 }
 # What these mean in the groups of other optimizers they would not mean in ours.
 _FOREIGN_OPTIONS = {"eps", "alpha", "t_alpha", "t_beta3", "fused", "foreach", "capturable", "differentiable"}
+_BITSANDBYTES_KEY = "__bnb_optimizer_quant_state__"
+_BITSANDBYTES_BLOCK_SIZES = (256, 2048)  # 2048 in older versions
 _FLASHOPTIM_OPTION = "master_bytewidth"
+_FLASHOPTIM_BLOCK_SIZE = 32
+_CORRECTIONS = {"errors", "error_bits"}  # of the weight's rounding, in llm-foundry and FlashLion
 
 
 # --- Out ------------------------------------------------------------------------------------------------------------
@@ -412,10 +416,6 @@ def _read_own(momentum: Mapping[str, Any], options: dict[str, Any], name: str) -
     return OptimState8bit(codes, scale, block_size)
 
 
-_BITSANDBYTES_KEY = "__bnb_optimizer_quant_state__"
-_BITSANDBYTES_BLOCK_SIZES = (256, 2048)  # 2048 in older versions
-
-
 def _read_bitsandbytes(saved: State, options: dict[str, Any], name: str) -> Tensor:
     """``state1``: fp32, or uint8 indices into the table ``qmap1`` times ``absmax1``, along the flattened parameter."""
     state1 = _checked(saved["state1"], (torch.uint8, *_FLOAT_DTYPES), f"{name}: state1")
@@ -425,15 +425,12 @@ def _read_bitsandbytes(saved: State, options: dict[str, Any], name: str) -> Tens
     absmax = _checked(saved.get("absmax1"), (torch.float32,), f"{name}: absmax1")
     values = table.to(state1.device)[state1.flatten().int()]
     for block_size in _BITSANDBYTES_BLOCK_SIZES:
-        if absmax.shape == (-(-values.numel() // block_size),):
+        if absmax.shape == (codec.blocks_per_row(values.numel(), block_size),):
             return _checked_floats(_scaled(values, absmax, block_size).view(state1.shape), f"{name}: state1 x absmax1")
     raise ValueError(
         f"{name}: absmax1 has shape {tuple(absmax.shape)} for {values.numel()} elements; one value each "
         f"{' or '.join(map(str, _BITSANDBYTES_BLOCK_SIZES))} is allowed. Save the checkpoint with block-wise state."
     )
-
-
-_FLASHOPTIM_BLOCK_SIZE = 32
 
 
 def _read_flashoptim(saved: State, options: dict[str, Any], name: str) -> Tensor:
@@ -448,7 +445,7 @@ def _read_flashoptim(saved: State, options: dict[str, Any], name: str) -> Tensor
             "public. Load it there with compress_state_dict=False, save again, and load that."
         )
     q = _checked(saved["exp_avg::quantized"], (torch.int8,), f"{name}: exp_avg::quantized")
-    shape = (-(-q.numel() // _FLASHOPTIM_BLOCK_SIZE),)
+    shape = (codec.blocks_per_row(q.numel(), _FLASHOPTIM_BLOCK_SIZE),)
     scales = _checked(saved.get("exp_avg::scales"), (torch.float16, torch.bfloat16), f"{name}: exp_avg::scales", shape)
     if not q.is_contiguous():
         raise ValueError(
@@ -487,7 +484,6 @@ def _checked_floats(value: Any, where: str) -> Tensor:
     return values
 
 
-_CORRECTIONS = {"errors", "error_bits"}  # of the weight's rounding, in llm-foundry and FlashLion
 _READERS: dict[str, tuple[set[str], Callable[[State, dict[str, Any], str], Tensor]]] = {
     "exp_avg": ({"step"} | _CORRECTIONS, _read_exp_avg),
     "exp_avg::quantized": ({"step", "exp_avg::scales"} | _CORRECTIONS, _read_flashoptim),

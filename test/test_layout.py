@@ -1,4 +1,4 @@
-"""Imports in the package point one way: codec <- subclasses <- optimizer <- lion."""
+"""Imports in the package point one way, through the layers below."""
 
 import ast
 import sys

@@ -47,7 +47,7 @@ class BlockwiseTensor(TorchAOBaseTensor):
 
     @staticmethod
     def _encode(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-        """``x`` -> ``(codes, scale)``."""
+        """``x`` -> ``(codes, scale)``, both all zeros if ``x`` is."""
         raise NotImplementedError("a block-wise format defines _encode")
 
     @staticmethod
@@ -79,7 +79,14 @@ class BlockwiseTensor(TorchAOBaseTensor):
     ) -> "BlockwiseTensor":
         """All zeros, of a shape with at least one dimension."""
         _check_shape(shape, block_size)
-        return cls(*cls._encode(torch.zeros(shape, device=device), block_size), block_size, dtype)
+        # encoding real zeros would take many times the memory of the result
+        codes, scale = cls._encode(torch.empty(shape, device="meta"), block_size)
+        return cls(
+            torch.zeros(codes.shape, dtype=codes.dtype, device=device),
+            torch.zeros(scale.shape, dtype=scale.dtype, device=device),
+            block_size,
+            dtype,
+        )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of ``dtype`` (``self.dtype`` if None)."""
@@ -284,7 +291,7 @@ def _slice_scale(func: Any, x: BlockwiseTensor, dim: int, start: int, end: int, 
     ends_block = end % x.block_size == 0 or end == x.shape[dim]
     if dim != x.ndim - 1 or x.scale.ndim != x.ndim or step != 1 or not (starts_block and ends_block):
         return None
-    return func(x.scale, dim, start // x.block_size, -(-end // x.block_size), 1)
+    return func(x.scale, dim, start // x.block_size, codec.blocks_per_row(end, x.block_size), 1)
 
 
 def _is_leading(x: BlockwiseTensor, dim: int) -> bool:

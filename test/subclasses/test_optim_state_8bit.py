@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit_optim import codec
 from lowbit_optim.subclasses import OptimState8bit
@@ -77,6 +78,23 @@ def test_zeros(device, shape):
     assert_state(state, *codec.encode(torch.zeros(shape, device=device), 32), state)
     assert (state.shape, state.dtype, state.block_size, state.device.type) == (shape, torch.bfloat16, 32, device)
     assert not state.dequantize().any()
+
+
+def test_zeros_take_no_more_memory_than_they_keep():
+    """On the first step of a large model there may be none to spare; encoding zeros took 24 bytes an element."""
+    allocated = 0
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal allocated
+            result = func(*args, **(kwargs or {}))
+            if type(result) is Tensor and result.device.type == "cpu":
+                allocated += result.nbytes
+            return result
+
+    with Count():
+        state = OptimState8bit.zeros((64, 128))
+    assert allocated == state.codes.nbytes + state.scale.nbytes
 
 
 def test_what_cannot_be_quantised_is_refused():
@@ -298,6 +316,11 @@ def test_copy_broadcasts_as_it_does_for_plain_tensors():
         assert_state(state, *codec.encode(values.expand(6, 130), 64), state)
     floats = torch.randn(6, 130)
     assert torch.equal(floats.copy_(row), row.dequantize().expand(6, 130))
+    kernel = random_state(4, 3, 3)  # alone its rows are 9 long, within the larger tensor 36
+    for source in [kernel, kernel.dequantize()]:
+        state = random_state(8, 4, 3, 3)
+        state.copy_(source)
+        assert_state(state, *codec.encode(kernel.dequantize().expand(8, 4, 3, 3), 64), state)
 
 
 def test_copy_of_a_wrong_shape_is_refused_and_changes_nothing():
