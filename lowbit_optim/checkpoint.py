@@ -50,7 +50,7 @@ _CORRECTIONS = {"errors", "error_bits"}  # of the weight's rounding, in llm-foun
 def pack(state: Mapping[str, Any]) -> State:
     """One parameter's live state as plain tensors that share its memory, as ``torch.optim`` does.
 
-    An :class:`OptimState8bit` becomes ``{"codes": int8, shaped like the parameter, "scale": bfloat16}``.
+    An :class:`OptimState8bit` becomes ``{"codes": int8, shaped like the parameter, "scale": int16}``.
     """
     return {key: _pack_value(value) for key, value in state.items()}
 
@@ -411,8 +411,8 @@ def _read_own(momentum: Mapping[str, Any], options: dict[str, Any], name: str) -
         raise ValueError(f"{name}: its group's block_size is {block_size!r} in the checkpoint; it must be at least 1.")
     shape = codec.scale_shape(codes.shape, block_size)
     scale = _checked(momentum["scale"], (codec.SCALE_DTYPE,), f"{name}: scale", shape)
-    if not (scale.isfinite() & (scale >= 0)).all():
-        raise ValueError(f"{name}: a saved scale is negative or not finite. Load an earlier checkpoint.")
+    if not codec.unpack_scale(scale).isfinite().all():
+        raise ValueError(f"{name}: a saved scale is not finite. Load an earlier checkpoint.")
     return OptimState8bit(codes, scale, block_size)
 
 

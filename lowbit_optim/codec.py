@@ -28,9 +28,13 @@ SIGN_BIT = -0x80000000
 _CODE_SHIFT = 18  # 23 mantissa bits, of which 5 are kept
 _INVERSE_SPAN = 1.0 / _SPAN
 
-SCALE_DTYPE = torch.bfloat16  # fp32's exponent range: a scale cannot underflow before the momentum itself would
+# A scale is the upper 16 bits of a float32 after its sign, which it does not need: 8 of exponent and 8 of mantissa.
+# So it cannot underflow before the momentum would, and is twice as fine as bfloat16, which matters where no gradient
+# comes for long: there the scale alone has to decay, by 1 - beta2 a step.
+SCALE_DTYPE = torch.int16
+_SCALE_SHIFT = 15
 _MIN_SCALE_BITS = (127 - 112) << 23  # 2**-112; the smallest value it gives, 2**-121, is still a normal number
-_MAX_SCALE_BITS = 0x7F7F0000  # the largest bfloat16
+_MAX_SCALE_BITS = 0x7F7F8000  # the largest finite scale
 
 
 # --- Blocks ---------------------------------------------------------------------------------------------------------
@@ -104,30 +108,39 @@ def _reshape(x: Tensor, shape: Sequence[int], block_size: int) -> Tensor:
 
 
 def scale_from_absmax(absmax: Tensor) -> Tensor:
-    """Block maximum (fp32, >= 0) -> scale: rounded to bfloat16, kept as fp32.
+    """Block maximum (fp32, >= 0) -> scale, rounded to the 9 significant bits that are stored, as fp32.
 
     Zero if the maximum is below 2**-112 (2e-34), so that no decoded value is subnormal: some devices flush those.
-    Written on the bits because a compiler drops ``x.bfloat16().float()``.
     """
     bits = absmax.view(torch.int32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-    rounded = rounded.clamp(max=_MAX_SCALE_BITS)
-    return torch.where(bits < _MIN_SCALE_BITS, 0, rounded).view(torch.float32)
+    half = 1 << (_SCALE_SHIFT - 1)
+    rounded = (bits + (half - 1) + ((bits >> _SCALE_SHIFT) & 1)) & -(1 << _SCALE_SHIFT)
+    return torch.where(bits < _MIN_SCALE_BITS, 0, rounded.clamp(max=_MAX_SCALE_BITS)).view(torch.float32)
+
+
+def pack_scale(scale: Tensor) -> Tensor:
+    """fp32 from :func:`scale_from_absmax` -> int16, as it is stored."""
+    return (scale.view(torch.int32) >> _SCALE_SHIFT).to(SCALE_DTYPE)
+
+
+def unpack_scale(stored: Tensor) -> Tensor:
+    """int16 -> fp32."""
+    return ((stored.to(torch.int32) & 0xFFFF) << _SCALE_SHIFT).view(torch.float32)
 
 
 def _inverse_scale(scale: Tensor) -> Tensor:
-    """``14.75 / scale``, and 0 for a scale of 0, rounded to 12 significant bits.
+    """``14.75 / scale``, and 0 for a scale of 0, rounded to 11 significant bits.
 
-    A GPU's fast division is off by up to 2 units in the last of 24 bits. A scale has 8 bits, and no quotient comes
-    within 17 units of where rounding to 12 bits would tip, so every device gets the same result.
+    A GPU's fast division is off by up to 2 units in the last of 24 bits. A scale has 9 bits, and no quotient comes
+    within 15 units of where rounding to 11 bits would tip, so every device gets the same result.
     """
     bits = (_SPAN / scale).view(torch.int32)
-    rounded = ((bits + 0x800) & -0x1000).view(torch.float32)
+    rounded = ((bits + 0x1000) & -0x2000).view(torch.float32)
     return torch.where(scale > 0, rounded, 0.0)
 
 
 def _encode_blocks(x: Tensor, scale: Tensor) -> Tensor:
-    """fp32 values and their broadcastable fp32 scale -> int8 codes. ``|x| <= scale`` up to bfloat16 rounding."""
+    """fp32 values and their broadcastable fp32 scale -> int8 codes. ``|x| <= scale`` up to the scale's rounding."""
     y = x.abs() * _inverse_scale(scale) + 1.0
     magnitude = (y.view(torch.int32) - (_ONE_BITS - (1 << (_CODE_SHIFT - 1)))) >> _CODE_SHIFT
     sign = x.view(torch.int32) >> 31  # 0 or -1
@@ -150,19 +163,19 @@ def encode(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         block_size: elements that share a scale.
 
     Returns:
-        ``codes``, int8, shaped like ``x``, in -127 ... 127; and ``scale``, bfloat16, of :func:`scale_shape`. Zero is
-        coded exactly; each block's maximum decodes to the scale, give or take fp32's last bit. Encoding what
-        :func:`decode` returned gives the same codes and scale.
+        ``codes``, int8, shaped like ``x``, in -127 ... 127; and ``scale``, int16 (:func:`pack_scale`), of
+        :func:`scale_shape`. Zero is coded exactly; each block's maximum decodes to the scale, give or take fp32's
+        last bit. Encoding what :func:`decode` returned gives the same codes and scale.
     """
     x = x.float()
     scale = scale_from_absmax(_to_blocks(x, block_size).abs().amax(-1, keepdim=True))
     codes = _reshape(_encode_blocks(*_beside_scale(x, scale, block_size)), x.shape, block_size)
-    return codes, scale.to(SCALE_DTYPE).reshape(scale_shape(x.shape, block_size))
+    return codes, pack_scale(scale).reshape(scale_shape(x.shape, block_size))
 
 
 def decode(codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values that ``codes`` (int8) and ``scale`` stand for, shaped like ``codes``. Inverse of :func:`encode`."""
-    values = _decode_blocks(*_beside_scale(codes, scale.float(), block_size))
+    values = _decode_blocks(*_beside_scale(codes, unpack_scale(scale), block_size))
     return _reshape(values, codes.shape, block_size).to(dtype)
 
 

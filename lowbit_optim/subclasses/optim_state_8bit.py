@@ -1,4 +1,4 @@
-"""The 8-bit optimizer state: int8 codes and a bfloat16 scale for each block."""
+"""The 8-bit optimizer state: int8 codes and a 16-bit scale for each block."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 class OptimState8bit(BlockwiseTensor):
     """A float tensor in 8 bits an element and 16 bits a block, for optimizer state (codec: :mod:`lowbit_optim.codec`).
 
-    ``codes`` is int8 in -127 ... 127 and shaped like the tensor; ``scale`` is bfloat16. See
+    ``codes`` is int8 in -127 ... 127 and shaped like the tensor; ``scale`` is int16, the upper bits of a float32 after
+    its sign (:func:`lowbit_optim.codec.unpack_scale`). See
     :class:`~lowbit_optim.subclasses.blockwise.BlockwiseTensor` for what works on it.
     """
 
