@@ -14,12 +14,11 @@ A dynamic size of 0 or 1 would be a graph of its own, too; so small a tensor run
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.decorators import mark_unbacked, maybe_mark_dynamic
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from lowbit_optim import codec
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
@@ -57,7 +56,11 @@ class CompiledUpdate:
             self._update(param, grad, exp_avg, *scalars)
             return
         try:
-            self._run_compiled(kind, param, grad, exp_avg, *scalars)
+            try:
+                self._run_compiled(kind, param, grad, exp_avg, *scalars)
+            except FailOnRecompileLimitHit:  # raising the limit takes longer than a step: not before it is needed
+                with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):
+                    self._run_compiled(kind, param, grad, exp_avg, *scalars)
         except TorchDynamoException as error:  # raised before the graph ran: nothing has been written yet
             self._warn(param.device.type, error)
             self._uncompilable.add((param.device.type, kind))
@@ -91,11 +94,6 @@ class CompiledUpdate:
                 "it runs uncompiled: slower, with the same results",
                 stacklevel=2,
             )
-
-
-def allow_all_graphs() -> Any:
-    """A context in which every kind of graph may be compiled; enter it once a step, since entering costs 20 us."""
-    return torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS)
 
 
 def _on_parts(update: UpdateFunction) -> UpdateFunction:

@@ -1,6 +1,5 @@
 """The optimizer around an update function: groups and their options, state, and the step over all parameters."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit_optim import checkpoint, codec
-from lowbit_optim.compiled import CompiledUpdate, UpdateFunction, allow_all_graphs
+from lowbit_optim.compiled import CompiledUpdate, UpdateFunction
 from lowbit_optim.subclasses import OptimState8bit
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -81,6 +80,7 @@ class LowBitOptimizer(Optimizer):
 
     def _new_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Zero state; contiguous and of plain tensors, whatever the parameter is."""
+        _check_not_sharded(p)
         if self._is_quantized(p, group):
             return {"exp_avg": OptimState8bit.zeros(p.shape, group["block_size"], device=p.device)}
         return {"exp_avg": torch.zeros(p.shape, dtype=torch.float32, device=p.device)}
@@ -94,7 +94,7 @@ class LowBitOptimizer(Optimizer):
                     self.state[p] = self._new_state(p, group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, with plain tensors alone: an 8-bit momentum is ``{"codes": int8, "scale": bfloat16}``."""
+        """As in torch.optim, with plain tensors alone: an 8-bit momentum is ``{"codes": int8, "scale": int16}``."""
         handle = self.register_state_dict_post_hook(_pack_state_dict, prepend=True)
         try:
             return super().state_dict()
@@ -126,11 +126,10 @@ class LowBitOptimizer(Optimizer):
             self._init_missing_state()
         is_compiling = torch.compiler.is_compiling()
         update = type(self).update if is_compiling else _compiled_update(type(self).update)
-        with contextlib.nullcontext() if is_compiling else allow_all_graphs():
-            first_index = 0
-            for group in self.param_groups:
-                self._step_group(group, first_index, update)
-                first_index += len(group["params"])
+        first_index = 0
+        for group in self.param_groups:
+            self._step_group(group, first_index, update)
+            first_index += len(group["params"])
         return loss
 
     def _step_group(self, group: dict[str, Any], first_index: int, update: UpdateFunction) -> None:
@@ -318,6 +317,14 @@ def _check_param(p: Tensor) -> None:
         raise TypeError(
             f"a parameter of shape {tuple(p.shape)} is {p.dtype}; parameters must be float32, bfloat16 or float16. "
             "Convert the model with model.to(torch.float32), or leave the parameter out."
+        )
+
+
+def _check_not_sharded(p: Tensor) -> None:
+    if hasattr(p, "device_mesh"):  # a DTensor; asking for its class would import torch.distributed
+        raise NotImplementedError(
+            f"a parameter of shape {tuple(p.shape)} is a DTensor (FSDP2, tensor parallel), which is not available yet: "
+            "train on one device, or with DistributedDataParallel"
         )
 
 
