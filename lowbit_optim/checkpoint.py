@@ -8,6 +8,7 @@ that a broken checkpoint changes nothing.
 """
 
 import math
+import numbers
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_optim import codec
+from lowbit_optim.options import check_options
 from lowbit_optim.subclasses import OptimState8bit
 
 FORMAT_VERSION = 1
@@ -53,6 +55,14 @@ def pack(state: Mapping[str, Any]) -> State:
     An :class:`OptimState8bit` becomes ``{"codes": int8, shaped like the parameter, "scale": int16}``.
     """
     return {key: _pack_value(value) for key, value in state.items()}
+
+
+def pack_option(value: Any) -> Any:
+    """A group's option without NumPy's scalars, which schedulers may make and ``weights_only`` loading refuses."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(pack_option(v) for v in value)
+    is_numpy_scalar = isinstance(value, numbers.Number) and hasattr(value, "item")
+    return value.item() if is_numpy_scalar else value
 
 
 def _pack_value(value: Any) -> Any:
@@ -172,7 +182,13 @@ def read_state_dict(
     """
     saved = _parse(state_dict)
     _check_counts(saved, groups)
+    _check_order(saved, groups)
     options = [_read_options(group, f"parameter group {i}") for i, group in enumerate(saved)]
+    for i, (loaded, live) in enumerate(zip(options, groups, strict=True)):
+        try:
+            check_options({**live, **loaded, "lr": live["lr"]})  # a schedule may have left a negative lr
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"parameter group {i} of the checkpoint: {error}") from error
     states: list[State | None] = []
     absent = []
     for index, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
@@ -303,6 +319,18 @@ def _check_counts(saved: Sequence[_SavedGroup], live: Sequence[dict[str, Any]]) 
     )
 
 
+def _check_order(saved: Sequence[_SavedGroup], live: Sequence[dict[str, Any]]) -> None:
+    """Parameters are matched by position, as in torch.optim. Names, where both sides have them, must not contradict."""
+    for index, (saved_group, group) in enumerate(zip(saved, live, strict=True)):
+        before, now = saved_group.options.get("param_names"), group.get("param_names")
+        if before and now and list(before) != list(now) and set(before) == set(now):
+            first = next((a, b) for a, b in zip(before, now, strict=True) if a != b)
+            raise ValueError(
+                f"parameter group {index} has the same names in another order: {first[0]!r} was saved where the "
+                f"optimizer has {first[1]!r}. Build the optimizer with its parameters in the saved order."
+            )
+
+
 def _check_absent(absent: list[str], states: list[State | None], options: list[dict[str, Any]]) -> None:
     """A parameter that was frozen has no state. If none has any after a step, it was lost on the way."""
     if not absent:
@@ -329,15 +357,17 @@ def _warn_of_corrections(saved: Sequence[_SavedGroup]) -> None:
 
 def _read_options(saved: _SavedGroup, where: str) -> dict[str, Any]:
     """The options to take over: all but how state is stored, so that what schedulers keep in a group comes along."""
-    ignored = _STORAGE_OPTIONS | _FOREIGN_OPTIONS | {_FLASHOPTIM_OPTION, "format_version"}
+    ignored = {"param_names"} | _STORAGE_OPTIONS | _FOREIGN_OPTIONS | {_FLASHOPTIM_OPTION, "format_version"}
     options = {key: value for key, value in saved.options.items() if key not in ignored}
     if "format_version" in saved.options:
         _check_complete(options, where)
     steps = [state["step"] for state in saved.states if state and "step" in state]  # bitsandbytes: one a parameter
     if steps:
         options.setdefault("step", max(steps))
-    for key in {"lr", "weight_decay", "initial_lr", "step"} & set(options):
+    for key in {"weight_decay", "initial_lr", "step"} & set(options):
         _check_number(options[key], key, where)
+    if "lr" in options and not (_is_number(options["lr"]) and math.isfinite(options["lr"])):
+        raise ValueError(f"{where}: lr is {options['lr']!r} in the checkpoint. It must be a finite number.")
     if "step" in options:
         options["step"] = int(options["step"])
     if "betas" in options:
@@ -353,7 +383,7 @@ def _check_complete(options: dict[str, Any], where: str) -> None:
 
 
 def _check_number(value: Any, key: str, where: str) -> None:
-    if not (_is_number(value) and 0 <= float(value) < math.inf):
+    if not (_is_number(value) and 0 <= float(value) < (2**63 if key == "step" else math.inf)):
         raise ValueError(f"{where}: {key} is {value!r} in the checkpoint. It must be a finite number of at least 0.")
 
 
@@ -364,7 +394,7 @@ def _check_betas(betas: Any, where: str) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
 
 
 # --- Momentum, in every format that is read -------------------------------------------------------------------------
@@ -411,6 +441,8 @@ def _read_own(momentum: Mapping[str, Any], options: dict[str, Any], name: str) -
         raise ValueError(f"{name}: its group's block_size is {block_size!r} in the checkpoint; it must be at least 1.")
     shape = codec.scale_shape(codes.shape, block_size)
     scale = _checked(momentum["scale"], (codec.SCALE_DTYPE,), f"{name}: scale", shape)
+    if (codes == -128).any():
+        raise ValueError(f"{name}: a saved code is -128; codes are -127 ... 127. Load an earlier checkpoint.")
     if not codec.unpack_scale(scale).isfinite().all():
         raise ValueError(f"{name}: a saved scale is not finite. Load an earlier checkpoint.")
     return OptimState8bit(codes, scale, block_size)

@@ -14,6 +14,7 @@ A dynamic size of 0 or 1 would be a graph of its own, too; so small a tensor run
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from lowbit_optim import codec
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 
-# With these, a compiled step rounds where an eager one does, in every bit: no multiply-add contraction.
+# Rounds where an eager step does, in every bit: this also keeps a multiplication and an addition apart.
 _OPTIONS = {"emulate_precision_casts": True}
 _MAX_GRAPHS = 64  # dtypes x rounding x block sizes x layouts; Dynamo's own limit is 8
 
@@ -40,9 +41,9 @@ class CompiledUpdate:
 
     def __init__(self, update: UpdateFunction) -> None:
         self._update = update
-        compile = functools.partial(torch.compile, fullgraph=True, dynamic=False, options=_OPTIONS)
-        self._compiled_plain = compile(update)
-        self._compiled_quantized = compile(_on_parts(update))
+        compiler = functools.partial(torch.compile, fullgraph=True, dynamic=False, options=_OPTIONS)
+        self._compiled_plain = compiler(update)
+        self._compiled_quantized = compiler(_on_parts(update))
         self._uncompilable: set[tuple[str, str]] = set()  # device type, kind
 
     def __call__(self, param: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
@@ -56,11 +57,7 @@ class CompiledUpdate:
             self._update(param, grad, exp_avg, *scalars)
             return
         try:
-            try:
-                self._run_compiled(kind, param, grad, exp_avg, *scalars)
-            except FailOnRecompileLimitHit:  # raising the limit takes longer than a step: not before it is needed
-                with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):
-                    self._run_compiled(kind, param, grad, exp_avg, *scalars)
+            self._run_within_limit(kind, param, grad, exp_avg, *scalars)
         except TorchDynamoException as error:  # raised before the graph ran: nothing has been written yet
             self._warn(param.device.type, error)
             self._uncompilable.add((param.device.type, kind))
@@ -71,6 +68,13 @@ class CompiledUpdate:
             return False
         too_small = param.shape[0] < 2 and kind != "ragged"
         return not too_small and (param.device.type, kind) not in self._uncompilable
+
+    def _run_within_limit(self, kind: str, *args: Any) -> None:
+        try:
+            self._run_compiled(kind, *args)
+        except FailOnRecompileLimitHit:  # raising the limit takes longer than a step: not before it is needed
+            with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):
+                self._run_compiled(kind, *args)
 
     def _run_compiled(self, kind: str, param: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
         if not isinstance(exp_avg, BlockwiseTensor):
@@ -92,7 +96,7 @@ class CompiledUpdate:
             warnings.warn(
                 f"cannot compile the optimizer step for {device_type} ({type(error).__name__}: {reason}); "
                 "it runs uncompiled: slower, with the same results",
-                stacklevel=2,
+                stacklevel=6,
             )
 
 

@@ -1,13 +1,14 @@
 """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2), in 32 or 8 bits."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit_optim import codec
-from lowbit_optim.optimizer import LowBitOptimizer, ParamsT
+from lowbit_optim.optimizer import LowBitOptimizer, ParamsT, as_scalar, decay_of_step, host_value
 from lowbit_optim.subclasses.blockwise import dequantize
 
 
@@ -55,7 +56,9 @@ def _times_sign(lr: Tensor, x: Tensor) -> Tensor:
     return torch.where(x.abs() > 0, signed.view(torch.float32), 0.0)
 
 
-class _LionBase(LowBitOptimizer):
+class Lion(LowBitOptimizer):
+    """Lion with float32 momentum: ``quantize=False`` by default, all else as in :class:`Lion8bit`."""
+
     update = staticmethod(lion_update)
 
     def __init__(
@@ -65,7 +68,7 @@ class _LionBase(LowBitOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
-        quantize: bool = True,
+        quantize: bool = False,
         block_size: int = 64,
         min_quantized_numel: int = 4096,
         master_weight_bits: int | None = None,
@@ -93,8 +96,15 @@ class _LionBase(LowBitOptimizer):
         )
         super().__init__(params, defaults)
 
+    def _scalars(self, group: Mapping[str, Any], device: torch.device) -> tuple[Tensor, ...]:
+        """``lr, decay, beta1, grad_weight1, beta2, grad_weight2``."""
+        beta1, beta2 = group["betas"]
+        sign = -1.0 if group["maximize"] else 1.0
+        values = (host_value(group["lr"]), decay_of_step(group), beta1, sign * (1 - beta1), beta2, sign * (1 - beta2))
+        return tuple(as_scalar(value, device) for value in values)
 
-class Lion8bit(_LionBase):
+
+class Lion8bit(Lion):
     """Lion with 8-bit momentum: one byte a parameter, and 2 for each block of 64.
 
     Args:
@@ -122,10 +132,6 @@ class Lion8bit(_LionBase):
         NotImplementedError: an option that is not available yet.
     """
 
-
-class Lion(_LionBase):
-    """Lion with float32 momentum: ``quantize=False`` by default, all else as in :class:`Lion8bit`."""
-
     def __init__(
         self,
         params: ParamsT,
@@ -133,7 +139,30 @@ class Lion(_LionBase):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
-        quantize: bool = False,
-        **options: Any,
+        quantize: bool = True,
+        block_size: int = 64,
+        min_quantized_numel: int = 4096,
+        master_weight_bits: int | None = None,
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+        decouple_lr: bool = False,
+        maximize: bool = False,
+        offload_state: bool = False,
+        fused: bool | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, weight_decay, quantize=quantize, **options)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            quantize=quantize,
+            block_size=block_size,
+            min_quantized_numel=min_quantized_numel,
+            master_weight_bits=master_weight_bits,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            decouple_lr=decouple_lr,
+            maximize=maximize,
+            offload_state=offload_state,
+            fused=fused,
+        )

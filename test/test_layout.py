@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = "lowbit_optim"
 # A module imports from the layers to its left alone. What is not named here builds on the finished optimizer.
-LAYERS = ["codec", "subclasses", "compiled", "checkpoint", "optimizer", "lion"]
+LAYERS = ["codec", "subclasses", "compiled", "options", "checkpoint", "optimizer", "lion"]
 ONLY_WHERE_USED = ["fused", "int8_training"]
 MODULES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / PACKAGE).rglob("*.py"))
 

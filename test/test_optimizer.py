@@ -200,7 +200,9 @@ def test_a_bad_argument_of_the_whole_optimizer_is_named(option: str, value: obje
     with pytest.raises(error, match=f"{option}={value!r}.*{allowed}"):
         Lion8bit([weight(4, 4)], **{option: value})
     with pytest.raises(ValueError, match=f"{option} .*constructor"):
-        Lion8bit([{"params": [weight(4, 4)], option: Lion8bit([weight(4, 4)]).defaults[option]}])
+        Lion8bit([{"params": [weight(4, 4)], option: value}])
+    live = Lion8bit([weight(4, 4)])
+    Lion8bit(live.param_groups)  # its groups carry the defaults
 
 
 @pytest.mark.parametrize("option", ["eps", "foreach", "is_paged", "optim_bits", "amsgrad", "min_8bit_size"])
@@ -465,7 +467,7 @@ def test_lr_zero_changes_no_weight_and_does_not_count(
     optimizer = Lion8bit(params, lr=1e-2, weight_decay=0.5, **options)
     step(optimizer)
     before = [p.detach().clone() for p in params]
-    optimizer.param_groups[0]["lr"] = zero
+    optimizer.param_groups[0]["lr"] = zero.to(device) if isinstance(zero, Tensor) else zero
     step(optimizer, first=1)
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
     assert optimizer.param_groups[0]["step"] == 1

@@ -160,6 +160,7 @@ def moved_bytes(optimizer: Optimizer) -> int:
 def _use(device_name: str) -> torch.device:
     device = torch.device(device_name)
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)  # torch 2.11 sets a device by its index alone
         torch.cuda.set_device(device)
     return device
 
