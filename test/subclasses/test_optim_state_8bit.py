@@ -418,6 +418,8 @@ def test_hash_for_caching_says_what_a_compiled_graph_depends_on():
         random_state(6, 131),
         random_state(6, 130, dtype=torch.bfloat16),
         random_state(6, 130, block_size=32),
+        random_state(6, 20),
+        random_state(6, 20, block_size=32),  # the scale has the same shape
         random_state(12, 130)[::2],
         random_state(6, 256)[:, :128],
         random_state(6, 128),
@@ -549,6 +551,17 @@ def test_indexing_has_the_right_values_and_keeps_the_class_where_blocks_stay_who
         assert type(part) is Tensor
         assert torch.equal(part, expected)
     assert_state(state, codes, scale, state)
+
+
+@pytest.mark.parametrize("shape", [(1, 130), (6, 130), (3, 4, 128), (8, 4, 3, 3)], ids=str)
+def test_dimensions_count_from_the_end_too(shape):
+    state = random_state(*shape)
+    for dim in range(-len(shape), 0):
+        for op in [lambda x, d: x.select(d, 0), lambda x, d: x.select(d, -1), lambda x, d: x.narrow(d, 0, 1)]:
+            found, expected = op(state, dim), op(state.dequantize(), dim)
+            assert type(found) is type(op(state, dim + len(shape)))
+            assert torch.equal(found, expected)
+    assert torch.equal(state.select(-1, 2), state.dequantize().select(-1, 2))
 
 
 @pytest.mark.parametrize(("shape", "index"), [(shape, index) for shape, index, whole in INDICES if whole], ids=str)
