@@ -416,8 +416,10 @@ def test_memory_layout_does_not_matter(case: str, dtype: torch.dtype, device: st
         grad = weight(*values.shape, device=device, dtype=dtype, seed=i + 1).detach()
         if case == "expanded_grad":
             grad = grad[:1].expand_as(grad)
-        elif case == "strided_grad":
+        elif case in ("transposed", "strided_grad"):
             grad = grad.t().contiguous().t()
+        elif case == "channels_last":
+            grad = grad.contiguous(memory_format=torch.channels_last)
         p.grad, q.grad = grad, grad.contiguous()
         optimizer.step()
         expected.step()
