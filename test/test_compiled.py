@@ -199,6 +199,20 @@ def test_forty_shapes_make_three_graphs(dtype: torch.dtype, device: str) -> None
 
 
 @pytest.mark.usefixtures("nothing_compiled")
+def test_more_graphs_than_dynamos_limit(device: str) -> None:
+    """Report 51: with each dtype of weights and gradients, rounded in both ways, all steps stay compiled."""
+    assert torch._dynamo.config.recompile_limit == 8
+    before = graphs()
+    for dtype, grad_dtype, rounding in itertools.product(DTYPES, DTYPES, (True, False)):
+        (p,) = parameters([(100,)], dtype, device)
+        p.grad_dtype = grad_dtype
+        p.grad = torch.ones(100, device=device, dtype=grad_dtype)
+        make([p], stochastic_rounding=rounding).step()
+    assert graphs() - before == 15  # fp32 weights are never rounded stochastically
+    assert torch._dynamo.config.recompile_limit == 8
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 def test_the_first_step_of_many_parameters_takes_seconds(device: str) -> None:
     """Report 53: 12 minutes to compile the step of a 7B model. 300 parameters of 6 shapes: 3 graphs, 60 s at most."""
     shapes = [(32, 64), (64, 96), (128, 64), (16, 3, 8, 8), (64,), (96,)]
