@@ -1,9 +1,9 @@
 """Train a byte-level language model and see what each optimizer makes of it.
 
-python -m benchmarks.train_lm
-python -m benchmarks.train_lm --compare lion,lion8bit,bnb.Lion8bit
-python -m benchmarks.train_lm --model 124m --data books/*.txt --checkpoint-every 500
-python -m benchmarks.train_lm --resume runs/…/lion8bit.pt
+python benchmarks/train_lm.py
+python benchmarks/train_lm.py --compare lion,lion8bit,bnb.Lion8bit
+python benchmarks/train_lm.py --model 124m --data books/*.txt --checkpoint-every 500
+python benchmarks/train_lm.py --resume runs/…/lion8bit.pt
 """
 
 import argparse
@@ -70,7 +70,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     place = parser.add_argument_group("where and how long")
     place.add_argument("--device", help="cpu, cuda, cuda:1, …; default: a GPU if there is one")
     place.add_argument("--out", type=Path, metavar="DIR", help="default: a new folder in runs/")
-    place.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="default: never")
+    place.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="default: never; --resume needs one")
     place.add_argument("--stop-at", type=int, metavar="STEP", help="write a checkpoint there and end, to go on later")
     return parser.parse_args(argv)
 

@@ -110,8 +110,8 @@ class Lion8bit(Lion):
     Args:
         params: float32, bfloat16 or float16 parameters, named ones, or group dicts. Every option but ``seed``,
             ``fused`` and ``offload_state`` can be set for a group.
-        lr: learning rate, >= 0; a float or a tensor of one element. It, ``betas`` and ``weight_decay`` may be changed
-            in ``param_groups`` at any time.
+        lr: learning rate, >= 0; a float or a tensor of one element, which is copied for each group. It, ``betas`` and
+            ``weight_decay`` may be changed in ``param_groups`` at any time.
         betas: in [0, 1): of the update, and of the momentum.
         weight_decay: >= 0; a weight loses ``lr * weight_decay`` of itself in a step.
         quantize: keep the momentum in 8 bits, for parameters with at least 2 dimensions, ``min_quantized_numel``
