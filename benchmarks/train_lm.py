@@ -70,7 +70,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     place = parser.add_argument_group("where and how long")
     place.add_argument("--device", help="cpu, cuda, cuda:1, …; default: a GPU if there is one")
     place.add_argument("--out", type=Path, metavar="DIR", help="default: a new folder in runs/")
-    place.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="default: never; --resume needs one")
+    place.add_argument(
+        "--checkpoint-every", type=int, default=0, metavar="STEPS", help="default: never; --resume needs one"
+    )
     place.add_argument("--stop-at", type=int, metavar="STEP", help="write a checkpoint there and end, to go on later")
     return parser.parse_args(argv)
 
