@@ -63,7 +63,7 @@ class Settings:
     data: list[str] | None = None
     model: str = "tiny"
     layers: int | None = None
-    steps: int = 400
+    steps: int = 320
     batch_size: int = 16
     seq_len: int = 128
     accumulate: int = 1
