@@ -292,7 +292,7 @@ def test_scale_is_the_maximum_rounded_to_nine_bits(device):
 
 @pytest.mark.parametrize(("beta2", "tolerance"), [(0.95, 0.02), (0.98, 0.02), (0.99, 0.02), (0.998, 0.5)])
 def test_momentum_without_gradients_decays(beta2, tolerance, device):
-    """Its codes stay as they are, so its scale has to: bfloat16's 8 bits are off by 25 % at 0.99 and stop at 0.998."""
+    """Its codes stay as they are, so its scale has to: bfloat16's 8 bits are off by 8 % at 0.99 and stop at 0.998."""
     x = torch.randn(200, 64, device=device)
     n_steps = 200
     decoded = x
