@@ -21,7 +21,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 # A code is a point on a mu-law curve (mu ~ 15) made of straight pieces, as in ITU-T G.711: with x = |value| / scale in
 # [0, 1], y = 1 + 14.75 x spans [1, 15.75], and the code counts steps of 1/32 octave from 1.0 in y's own float bits:
 # 4 octaves of 32 steps are the codes 0 ... 127.
-CODE_MAX = 127
 _SPAN = 14.75
 _ONE_BITS = 0x3F800000  # the bits of 1.0f
 SIGN_BIT = -0x80000000

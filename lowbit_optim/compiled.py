@@ -48,9 +48,6 @@ class CompiledUpdate:
 
     def __call__(self, param: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
         """One step of one parameter. Any shape; ``param`` and ``grad`` contiguous."""
-        if torch.compiler.is_compiling():  # inside the user's own graph: let that compiler fuse it
-            self._update(param, grad, exp_avg, *scalars)
-            return
         param, grad, exp_avg = _as_rows(param, grad, exp_avg)
         kind = _kind(exp_avg)
         if not self._is_worth_compiling(kind, param):

@@ -120,8 +120,9 @@ class LowBitOptimizer(Optimizer):
         if any(p not in self.state for group in self.param_groups for p in group["params"] if _is_trained(p)):
             self._init_missing_state()
         self._check_params()
-        is_compiling = torch.compiler.is_compiling()
-        update = type(self).update if is_compiling else _compiled_update(type(self).update)
+        update = type(self).update
+        if not torch.compiler.is_compiling():  # inside a user's own graph, that compiler fuses it
+            update = _compiled_update(update)
         first_index = 0
         for group in self.param_groups:
             self._step_group(group, first_index, update)
@@ -129,6 +130,8 @@ class LowBitOptimizer(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any], first_index: int, update: UpdateFunction) -> None:
+        if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
+            group.setdefault("initial_lr", _copy(group["lr"]))
         moves_weights = _advance_step(group)
         scalars: dict[torch.device, tuple[Tensor, ...]] = {}
         for index, p in enumerate(group["params"], first_index):
@@ -206,7 +209,7 @@ def decay_of_step(group: Mapping[str, Any]) -> float | Tensor:
     lr, weight_decay = host_value(group["lr"]), group["weight_decay"]
     if not group["decouple_lr"]:
         return lr * weight_decay
-    initial_lr = host_value(group.get("initial_lr", group["lr"]))
+    initial_lr = host_value(group["initial_lr"])
     if isinstance(lr, Tensor) or isinstance(initial_lr, Tensor):
         lr, initial_lr = torch.as_tensor(lr), torch.as_tensor(initial_lr)
         return torch.where(lr == 0, 0.0, weight_decay * (lr / initial_lr))
