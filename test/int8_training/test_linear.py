@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchao import quantize_
-from torchao.quantization.quantize_.workflows import to_nf4
 from torchao.prototype.quantized_training import int8_mixed_precision_training
+from torchao.quantization.quantize_.workflows import to_nf4
 
 from lowbit_optim import Lion8bit
 from lowbit_optim.int8_training import (
@@ -132,8 +132,10 @@ def test_what_is_not_finite_shows(value: float, device: str) -> None:
     convert(layer)
     x[3, 7] = value
     out, _, weight_grad = run(layer, x, grad)
-    assert out[3].isnan().all() and out[:3].isfinite().all()
-    assert weight_grad[:, 7].isnan().all() and weight_grad[:, :7].isfinite().all()
+    assert out[3].isnan().all()
+    assert out[:3].isfinite().all()
+    assert weight_grad[:, 7].isnan().all()
+    assert weight_grad[:, :7].isfinite().all()
 
 
 # --- What a linear layer has to cope with ----------------------------------------------------------------------------
@@ -176,7 +178,8 @@ def test_autocast(autocast_dtype: torch.dtype, device: str) -> None:
         layer.zero_grad()
         result = layer(x)
     result.backward(grad.to(autocast_dtype))
-    assert layer.weight.grad.dtype is torch.float32 and torch.equal(layer.weight.grad, expected_grad)
+    assert layer.weight.grad.dtype is torch.float32
+    assert torch.equal(layer.weight.grad, expected_grad)
     assert layer.bias.grad.dtype is torch.float32
 
 
@@ -280,7 +283,8 @@ def test_frozen_weights_keep_no_activations_and_get_no_gradient(device: str, mon
     saved = Saved(lambda: layer(x.requires_grad_()))
     saved.out.backward(grad)
     assert saved.bytes_besides(layer.weight) == 0
-    assert torch.equal(x.grad, expected) and layer.weight.grad is None
+    assert torch.equal(x.grad, expected)
+    assert layer.weight.grad is None
     assert len(products) == 2
 
 
@@ -299,7 +303,8 @@ def test_without_gradients_nothing_is_kept_or_prepared(device: str, monkeypatch:
         out = layer(x)
     with torch.inference_mode():
         assert torch.equal(layer(x), expected)
-    assert torch.equal(out, expected) and not out.requires_grad
+    assert torch.equal(out, expected)
+    assert not out.requires_grad
     assert asked == [{"by_rows": True, "by_columns": False}] * 2
 
 
@@ -337,7 +342,8 @@ def test_a_weight_in_nf4(device: str) -> None:
     out = convert(layer)(x)
     out.backward(grad)
     expected = run(convert(decoded), x.detach(), grad)
-    assert torch.equal(out, expected[0]) and torch.equal(x.grad, expected[1])
+    assert torch.equal(out, expected[0])
+    assert torch.equal(x.grad, expected[1])
 
 
 # --- torch.compile ---------------------------------------------------------------------------------------------------
@@ -453,7 +459,8 @@ def test_torchaos_quantize() -> None:
 
 def test_a_linear_layer_itself_can_be_converted_and_again() -> None:
     layer = nn.Linear(8, 8)
-    assert convert(layer) is layer and type(layer) is Int8MixedPrecisionLinear
+    assert convert(layer) is layer
+    assert type(layer) is Int8MixedPrecisionLinear
     convert(layer, output=False)
     assert not layer.int8_config.output
 
@@ -464,7 +471,8 @@ def test_parameters_and_state_dict_stay_what_they_were() -> None:
     convert(model)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     after = model.state_dict()
-    assert list(after) == list(state) and all(type(value) is Tensor for value in after.values())
+    assert list(after) == list(state)
+    assert all(type(value) is Tensor for value in after.values())
     assert all(torch.equal(state[name], after[name]) for name in state)
     nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8, bias=False)).load_state_dict(after)
 
@@ -474,7 +482,8 @@ def test_undo() -> None:
     reference = copy.deepcopy(model)
     assert undo_int8_mixed_precision(convert(model)) is model
     assert [type(module) for module in model] == [nn.Linear, OwnLinear]
-    assert str(model) == str(reference) and vars(model[0]).keys() == vars(reference[0]).keys()
+    assert str(model) == str(reference)
+    assert vars(model[0]).keys() == vars(reference[0]).keys()
     x = torch.randn(3, 64)
     assert torch.equal(model(x), reference(x))
 

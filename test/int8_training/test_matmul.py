@@ -24,7 +24,8 @@ def exact_sums(a: Tensor, b: Tensor) -> Tensor:
 def test_sums_are_exact(m: int, n: int, k: int, device: str) -> None:
     a, b = random_codes(m, k, device=device), random_codes(n, k, device=device)
     out = int32_matmul(a, b)
-    assert out.dtype is torch.int32 and torch.equal(out.long(), exact_sums(a, b))
+    assert out.dtype is torch.int32
+    assert torch.equal(out.long(), exact_sums(a, b))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -81,7 +82,8 @@ def test_sums_longer_than_int32_allows(device: str) -> None:
 
 
 def test_the_longest_sum_fits_int32() -> None:
-    assert matmul.LONGEST_SUM * 127**2 < 2**31 and matmul.LONGEST_SUM % 16 == 0
+    assert matmul.LONGEST_SUM * 127**2 < 2**31
+    assert matmul.LONGEST_SUM % 16 == 0
 
 
 def test_a_scale_that_is_not_finite_spoils_its_row_or_column_alone(device: str) -> None:
@@ -90,7 +92,8 @@ def test_a_scale_that_is_not_finite_spoils_its_row_or_column_alone(device: str) 
     a[0][1], a[1][1] = 0, torch.inf
     b[0][2], b[1][2] = 0, torch.nan
     out = scaled_matmul(a, b, torch.float32)
-    assert out[1].isnan().all() and out[:, 2].isnan().all()
+    assert out[1].isnan().all()
+    assert out[:, 2].isnan().all()
     kept_rows, kept_columns = [0, 2, 3], [0, 1, 3, 4]
     assert torch.equal(out[kept_rows][:, kept_columns], expected[kept_rows][:, kept_columns])
 

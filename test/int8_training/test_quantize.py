@@ -26,13 +26,15 @@ def test_codes_and_scales_are_those_of_float64(shape: tuple[int, int], dtype: to
     x = rows_of_many_magnitudes(shape, dtype, device)
     codes, scale = quantize_rows(x)
 
-    assert codes.dtype is torch.int8 and scale.dtype is torch.float32
+    assert codes.dtype is torch.int8
+    assert scale.dtype is torch.float32
     assert codes.shape == (shape[0], math.ceil(shape[1] / 16) * 16)
     assert not codes[:, shape[1] :].any()
     torch.testing.assert_close(scale.double(), x.double().abs().amax(1) / 127, rtol=2**-24, atol=0)
     steps = (decode(codes, scale, shape[1]) - quantized(x)) / scale[:, None]
     # One code apart where fp32 rounds onto a tie, which is rare.
-    assert steps.abs().max() < 1.001 and (steps.abs() > 0.001).sum() <= max(1, x.numel() // 1000)
+    assert steps.abs().max() < 1.001
+    assert (steps.abs() > 0.001).sum() <= max(1, x.numel() // 1000)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,9 +67,11 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(device: str) -> None:
     x[1, 3], x[2, 5] = torch.nan, -torch.inf
     codes, scale = quantize_rows(x)
     assert not codes[1:3].any()
-    assert scale[1].isnan() and scale[2].isinf()
+    assert scale[1].isnan()
+    assert scale[2].isinf()
     kept = quantize_rows(x[[0, 3]])
-    assert torch.equal(codes[[0, 3]], kept[0]) and torch.equal(scale[[0, 3]], kept[1])
+    assert torch.equal(codes[[0, 3]], kept[0])
+    assert torch.equal(scale[[0, 3]], kept[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,7 +82,8 @@ def test_columns_are_the_rows_of_the_transposed(shape: tuple[int, int], dtype: t
     rows, columns = quantize(x, by_rows=True, by_columns=True)
     for got, expected in ((rows, expected_rows), (columns, expected_columns), (quantize_columns(x), expected_columns)):
         assert got is not None
-        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+        assert torch.equal(got[0], expected[0])
+        assert torch.equal(got[1], expected[1])
 
 
 def test_only_what_is_asked_for() -> None:
