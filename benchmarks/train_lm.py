@@ -94,6 +94,15 @@ def _add_settings(group: Any) -> None:
     group.add_argument("--accumulate", type=int, help="parts that a step's batch is cut into; default: 1")
     group.add_argument("--seed", type=int, help=f"of the weights and the data's order; default: {defaults.seed}")
     group.add_argument("--eval-every", type=int, help="steps; default: a tenth of all")
+    group.add_argument(
+        "--int8",
+        nargs="?",
+        const="auto",
+        metavar="WHERE",
+        help="int8 matmuls: where they gain (auto), or in all linear layers but the last (always)",
+    )
+    group.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank; needs peft")
+    group.add_argument("--qlora", type=int, metavar="RANK", help="the same, beside weights stored in 4 bits")
     group.add_argument("--compile", action="store_true", help="run the model under torch.compile")
     group.add_argument("--deterministic", action="store_true", help="the same bits on a GPU each time; slower")
 

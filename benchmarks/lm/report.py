@@ -81,7 +81,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.header["settings"]["optimizer"]
+        settings = self.header["settings"]
+        options = [f"{name} {settings[name]}" for name in ("int8", "lora", "qlora") if settings.get(name)]
+        return ", ".join([settings["optimizer"], *options])
 
 
 def read(path: Path) -> Run:

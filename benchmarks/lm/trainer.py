@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.lm import UsageError, optimizers
+from benchmarks.lm import UsageError, optimizers, variants
 from benchmarks.lm.data import ByteDataset
 from benchmarks.lm.model import CONFIGS, GPT
 
@@ -49,6 +49,7 @@ class Settings:
         warmup: steps of linear warm-up; None is a twentieth of `steps`.
         clip: largest gradient norm, 0 for no limit.
         dtype: a key of `DTYPES`.
+        int8, lora, qlora: see `variants.apply`; None is off.
         compile: whether the model runs under `torch.compile`.
         deterministic: whether only deterministic kernels may be used (a GPU's default ones are not).
         seed: of the weights and the order of the data.
@@ -73,6 +74,9 @@ class Settings:
     warmup: int | None = None
     clip: float = 1.0
     dtype: str = "fp32"
+    int8: str | None = None
+    lora: int | None = None
+    qlora: int | None = None
     compile: bool = False
     deterministic: bool = False
     seed: int = 0
@@ -84,10 +88,14 @@ class Settings:
         _check_choice("model", self.model, CONFIGS)
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("dtype", self.dtype, DTYPES)
-        for name in ("layers", "steps", "batch_size", "seq_len", "accumulate", "eval_every", "eval_sequences"):
+        _check_choice("int8", self.int8, (None, *variants.INT8))
+        positive = "layers", "steps", "batch_size", "seq_len", "accumulate", "lora", "qlora"
+        for name in (*positive, "eval_every", "eval_sequences"):
             _check_at_least(name, getattr(self, name), 1)
         for name in ("lr", "weight_decay", "warmup", "clip", "seed"):
             _check_at_least(name, getattr(self, name), 0)
+        if self.lora and self.qlora:
+            raise UsageError("--lora and --qlora are two bases for one kind of adapter; give one of them")
         if self.batch_size % self.accumulate:
             raise UsageError(
                 f"batch-size {self.batch_size} cannot be cut into {self.accumulate} equal parts; "
@@ -108,9 +116,9 @@ class Settings:
         )
 
 
-def _check_choice(name: str, value: str, allowed: Any) -> None:
+def _check_choice(name: str, value: str | None, allowed: Any) -> None:
     if value not in allowed:
-        raise UsageError(f"{name} is {value!r}; choose from {', '.join(allowed)}")
+        raise UsageError(f"{name} is {value!r}; choose from {', '.join(filter(None, allowed))}")
 
 
 def _check_at_least(name: str, value: float | None, minimum: int) -> None:
@@ -156,6 +164,7 @@ class Trainer:
         with device:
             model = GPT(replace(CONFIGS[settings.model], layers=settings.layers))
         self.model = model.to(weight_dtype)
+        variants.apply(self.model, int8=settings.int8, lora=settings.lora, qlora=settings.qlora)
         self.loss_fn = torch.compile(self.model.loss) if settings.compile else self.model.loss
         self.optimizer = optimizers.build(settings.optimizer, self.model, settings.lr, settings.weight_decay)
         self.scheduler = LambdaLR(

@@ -20,6 +20,8 @@ from benchmarks import train_lm
 from benchmarks.lm import UsageError, data, optimizers, report
 from benchmarks.lm.model import CONFIGS, GPT, Attention, ModelConfig, rotary
 from benchmarks.lm.trainer import Settings, Trainer, load_checkpoint, lr_factor
+from lowbit_optim.int8_training import matmul
+from lowbit_optim.int8_training.linear import Int8MixedPrecisionLinear
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -329,6 +331,9 @@ def test_held_out_loss_is_the_mean_over_the_same_windows(dataset: data.ByteDatas
         ("--checkpoint-every -1", "--checkpoint-every and --stop-at count steps"),
         ("--data missing.txt", "missing.txt: No such file"),
         ("--resume missing.pt", "cannot read missing.pt: No such file"),
+        ("--int8 never", "int8 is 'never'; choose from auto, always"),
+        ("--lora 0", "lora is 0"),
+        ("--lora 4 --qlora 4", "give one of them"),
         ("--frobnicate", "unrecognized arguments: --frobnicate"),
     ],
 )
@@ -370,6 +375,47 @@ def test_a_line_cut_short_by_a_full_disk_is_passed_over(text: Path, tmp_path: Pa
     assert len(report.read(path).rows) == 6
 
 
+# --- Changed models --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _own_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--int8 always`` lowers them for the rest of the process."""
+    monkeypatch.setattr(matmul, "smallest_products", dict(matmul.smallest_products))
+
+
+def test_int8_is_in_the_layers_asked_for(dataset: data.ByteDataset):
+    always = Trainer(Settings(layers=1, int8="always"), dataset, CPU).model
+    auto = Trainer(Settings(layers=1, int8="auto"), dataset, CPU).model
+    names = {name for name, module in always.named_modules() if isinstance(module, Int8MixedPrecisionLinear)}
+    assert len(names) == 7
+    assert "head" not in names
+    assert set(matmul.smallest_products.values()) == {0}
+    assert not any(isinstance(module, Int8MixedPrecisionLinear) for module in auto.modules())  # all are small
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_only_adapters_are_trained(kind: str, dataset: data.ByteDataset):
+    pytest.importorskip("peft")
+    trainer = Trainer(Settings(layers=1, int8="always", **{kind: 4}), dataset, CPU)
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert len(trained) == 14
+    assert all("lora_" in name for name in trained)
+    base = trainer.model.blocks[0].mlp.up.base_layer
+    assert type(base) is Int8MixedPrecisionLinear
+    assert (type(base.weight.data).__name__ == "NF4Tensor") == (kind == "qlora")
+    before = base.weight.to(torch.float32).clone()
+    losses = [trainer.train_step().item() for _ in range(12)]
+    assert losses[-1] < losses[0]
+    assert torch.equal(base.weight.to(torch.float32), before)
+
+
+def test_peft_that_is_missing_is_named(dataset: data.ByteDataset, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UsageError, match="need peft"):
+        Trainer(Settings(layers=1, lora=4), dataset, CPU)
+
+
 # --- Resuming --------------------------------------------------------------------------------------------------------
 
 
@@ -396,6 +442,17 @@ def test_resuming_equals_not_stopping(optimizer: str, dtype: str, text: Path, tm
     assert ends[0]["step"] == 6
     assert_same(*ends)
     assert_same(*(report.read(folder / f"{optimizer}.jsonl").rows for folder in (whole, parts)))
+
+
+@pytest.mark.parametrize("options", ["--int8 always", "--lora 4", "--qlora 4 --int8 always --dtype bf16"])
+def test_resuming_a_changed_model_equals_not_stopping(options: str, text: Path, tmp_path: Path):
+    if "lora" in options:
+        pytest.importorskip("peft")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(text, whole, *options.split(), "--checkpoint-every", "6") == 0
+    assert main(text, parts, *options.split(), "--stop-at", "3") == 0
+    assert train_lm.main(["--resume", str(parts / "lion8bit.pt"), "--checkpoint-every", "6"]) == 0
+    assert_same(*(report.read(folder / "lion8bit.jsonl").rows for folder in (whole, parts)))
 
 
 def test_resuming_in_a_new_process_equals_not_stopping(text: Path, tmp_path: Path):
