@@ -10,7 +10,10 @@ codes are multiples of 16 bytes long; kernels get these lengths in units of 16, 
 # The parameters of Triton functions, pointers and tiles, have no Python types.
 # mypy: disallow-untyped-defs=False
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +27,17 @@ _TILES = 4  # one below the other, whose columns the first pass reduces at a tim
 
 _SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 _ROUNDER = tl.constexpr(1.5 * 2**23)  # added to a float below 2**22, leaves the nearest integer in its low bits
+
+
+def _on_the_tensors_device(launch: Callable[..., None]) -> Callable[..., None]:
+    """Triton launches on the current device, which may be another."""
+
+    @functools.wraps(launch)
+    def launch_there(x: Tensor, *args: Any, **kwargs: Any) -> None:
+        with torch.cuda.device_of(x):
+            launch(x, *args, **kwargs)
+
+    return launch_there
 
 
 # --- Quantisation ----------------------------------------------------------------------------------------------------
@@ -139,6 +153,7 @@ def codes_kernel(
             tl.store(row_scale_ptr + r, scale, mask=r < rows)
 
 
+@_on_the_tensors_device
 def quantize_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     """Fill ``codes`` and ``scale`` from ``x``, contiguous and not empty."""
     rows, columns = x.shape
@@ -158,6 +173,7 @@ def quantize_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     )
 
 
+@_on_the_tensors_device
 def quantize_columns(
     x: Tensor, codes: Tensor, scale: Tensor, row_codes: Tensor | None = None, row_scale: Tensor | None = None
 ) -> None:
@@ -336,6 +352,7 @@ def pointer_kernel(
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+@_on_the_tensors_device
 def scaled_matmul(
     a: Tensor,
     b: Tensor,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Longer sums could leave int32 if all codes were ±127. They are cut, and the parts added in fp32.
 LONGEST_SUM = 1 << 17
+HOPPER_SHARED_MEMORY = 232_448  # bytes that a program can have
 
 library.define(
     "scaled_matmul(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType dtype) -> Tensor"
@@ -154,8 +155,10 @@ def size_class(m: int, n: int, multiprocessors: int) -> str:
 def gpu(index: int) -> tuple[str, int]:
     """Architecture, as the tables name it, and number of multiprocessors."""
     properties = torch.cuda.get_device_properties(index)
-    has_descriptors = torch.version.hip is None and properties.major >= 9
-    return "sm90" if has_descriptors else "sm80", properties.multi_processor_count
+    # The smaller GPUs of later architectures have tensor descriptors, but not the memory that the tiles need.
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0)  # AMD's have no such figure
+    like_hopper = properties.major >= 9 and shared_memory >= HOPPER_SHARED_MEMORY
+    return "sm90" if like_hopper else "sm80", properties.multi_processor_count
 
 
 @torch.compiler.assume_constant_result

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchao import quantize_
 from torchao.prototype.quantized_training import int8_mixed_precision_training
-from torchao.quantization.quantize_.workflows import to_nf4
+from torchao.quantization import to_nf4
 
 from lowbit_optim import Lion8bit
 from lowbit_optim.int8_training import (
@@ -100,9 +100,9 @@ def test_an_option_changes_its_product_alone(off: str, device: str) -> None:
             torch.testing.assert_close(b, c, rtol=1e-5, atol=1e-5)
 
 
-def test_follows_torchao(device: str) -> None:
-    """The same quantisation but for the scale's dtype, which is the input's there, so equal only nearly in bf16."""
-    layer, x, grad = make_case(100, 128, 96, torch.float32, device, bias=True)
+def test_follows_torchao() -> None:
+    """The same quantisation for fp32; for bf16 its scales are bf16. On GPUs its kernels take minutes to tune."""
+    layer, x, grad = make_case(100, 128, 96, torch.float32, "cpu", bias=True)
     other = copy.deepcopy(layer)
     quantize_(other, int8_mixed_precision_training(module_swap=True))
     for ours, theirs in zip(run(convert(layer), x, grad), run(other, x, grad), strict=True):
@@ -548,9 +548,9 @@ def test_trains_with_lion8bit_like_unquantised_matmuls(device: str) -> None:
 
 
 @pytest.mark.parametrize("module_swap", [True, False])
-def test_a_model_prepared_by_torchao_trains_with_lion8bit(module_swap: bool, device: str) -> None:
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8)).to(device)
+def test_a_model_prepared_by_torchao_trains_with_lion8bit(module_swap: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
     start = copy.deepcopy(model)
-    plain = train(model, device)
+    plain = train(model, "cpu")
     quantize_(start, int8_mixed_precision_training(module_swap=module_swap))
-    assert abs(train(start, device) - plain) < 0.05
+    assert abs(train(start, "cpu") - plain) < 0.05

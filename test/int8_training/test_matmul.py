@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -108,3 +110,26 @@ def test_the_op_is_what_torch_compile_wants_of_ops(k: int, device: str) -> None:
 @pytest.mark.parametrize(("m", "n", "size"), [(8192, 14336, "large"), (128, 256 * 131, "small"), (1, 1, "small")])
 def test_size_classes(m: int, n: int, size: str) -> None:
     assert matmul.size_class(m, n, multiprocessors=132) == size
+
+
+@pytest.mark.parametrize(
+    ("major", "shared_memory", "architecture"),
+    [(8, 166_912, "sm80"), (8, 101_376, "sm80"), (9, 232_448, "sm90"), (10, 232_448, "sm90"), (12, 101_376, "sm80")],
+)
+def test_descriptors_where_there_are_some_and_their_tiles_fit(
+    major: int, shared_memory: int, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(major=major, shared_memory_per_block_optin=shared_memory, multi_processor_count=5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    assert matmul.gpu.__wrapped__(0) == (architecture, 5)
+
+
+def test_the_table_fits_the_shared_memory() -> None:
+    """What a program loads ahead, and a part of the result on its way out; Triton adds some bytes for barriers."""
+    pytest.importorskip("triton")
+    limits = {"sm90": matmul.HOPPER_SHARED_MEMORY, "sm80": 101_376}
+    for (architecture, _, itemsize), config in matmul.configurations().items():
+        loads = config.stages * (config.block_m + config.block_n) * config.block_k
+        result = config.block_m * config.block_n * itemsize // (2 if config.halves else 1)
+        needed = loads + result if config.descriptors else max(loads, result)
+        assert needed + 1024 <= limits[architecture], (architecture, itemsize, config)
