@@ -38,12 +38,15 @@ def main(argv: list[str] | None = None) -> int:
     results: dict[str, Any] = {"device": _name(device), "torch": torch.__version__, "parts": {}}
     for part in ["tune", "quantisation"] if args.tune else args.parts:
         begun = time.perf_counter()
-        rows = results["parts"][part] = show(part, PARTS[part](device, args.scale))
+        rows = results["parts"][part] = []
+        for row in PARTS[part](device, args.scale):
+            rows.append(row)
+            print(f"{part}: {_line(row)}", file=sys.stderr, flush=True)
+            if args.out:  # at once: a later row may take the process with it
+                args.out.write_text(json.dumps(results, indent=1, default=str) + "\n")
+        print(f"\n## {part}, {time.perf_counter() - begun:.0f} s\n\n{table(rows)}", flush=True)
         if part == "tune":
-            print("\n" + "\n".join(matmuls.best_lines(rows)))
-        print(f"({part}: {time.perf_counter() - begun:.0f} s)\n", flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(results, indent=1, default=str) + "\n")
+            print("\n" + "\n".join(matmuls.best_lines(rows)), flush=True)
     return 0
 
 
@@ -137,16 +140,12 @@ def always_int8() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.dict(matmul.smallest_products, dict.fromkeys(matmul.smallest_products, 0))
 
 
-def show(part: str, rows: Rows) -> list[dict[str, Any]]:
-    """Print a table of ``rows``, each row's first figures as they come in."""
-    collected = []
-    for row in rows:
-        print(".", end="", file=sys.stderr, flush=True)
-        collected.append(row)
-    print(file=sys.stderr)
-    print(f"## {part}\n")
-    print(tabulate([{key: _cell(value) for key, value in row.items()} for row in collected], headers="keys"))
-    return collected
+def table(rows: list[dict[str, Any]]) -> str:
+    return tabulate([{key: _cell(value) for key, value in row.items()} for row in rows], headers="keys")
+
+
+def _line(row: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {_cell(value)}" for key, value in row.items())
 
 
 def _cell(value: Any) -> str:

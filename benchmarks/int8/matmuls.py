@@ -107,33 +107,35 @@ def _tops(shape: Shape, ms: float) -> float:
 # --- Candidates for the table ----------------------------------------------------------------------------------------
 
 
-def candidates(descriptors: bool) -> list[Any]:
+def candidates(architecture: str) -> list[Any]:
     """Configurations that may be the best for some class of shapes."""
     from lowbit_optim.int8_training.kernels import MatmulConfig
 
-    if not descriptors:
+    if architecture == "sm80":
         tiles = [(128, 256, 64, 3, 8), (128, 128, 64, 3, 8), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4),
                  (128, 64, 64, 4, 4), (64, 256, 64, 4, 8), (128, 128, 128, 3, 8), (64, 64, 128, 4, 4)]  # fmt: skip
         return [MatmulConfig(*tile, descriptors=False) for tile in tiles]
-    tiles = [(128, 256, 128, 3, 8), (128, 256, 128, 4, 8), (256, 128, 128, 3, 8), (128, 256, 64, 6, 8),
-             (128, 128, 128, 3, 4), (128, 128, 128, 4, 8), (64, 256, 128, 4, 4)]  # fmt: skip
-    plain = [MatmulConfig(*tile, persistent=persistent) for tile, persistent in itertools.product(tiles, (False, True))]
-    best = tiles[0]
-    return [
-        *plain,
+    best = 128, 256, 128, 3, 8
+    large = [best, (128, 256, 128, 4, 8), (256, 128, 128, 3, 8), (128, 256, 64, 6, 8)]
+    two_fit = [(128, 128, 128, 3, 4), (128, 64, 128, 4, 4), (64, 128, 128, 4, 4)]
+    chosen = [
+        *(MatmulConfig(*tile, resident=resident) for tile in large for resident in (0, 1)),
+        *(MatmulConfig(*tile, resident=resident) for tile in two_fit for resident in (0, 2)),
         MatmulConfig(*best, halves=False),
-        MatmulConfig(*best, group_m=4),
         MatmulConfig(*best, group_m=16),
-        MatmulConfig(*best, group_m=16, persistent=True),
-        MatmulConfig(128, 64, 128, 4, 4),
-        MatmulConfig(64, 128, 128, 4, 4),
     ]
+    if architecture == "sm90":
+        large.append((256, 128, 128, 4, 8))
+        chosen += [MatmulConfig(*tile, resident=1, pipelined=True) for tile in large]
+        chosen += [MatmulConfig(*tile, resident=2, pipelined=True) for tile in two_fit]
+        chosen += [MatmulConfig(*best, group_m=group_m, resident=1, pipelined=True) for group_m in (4, 16)]
+    return chosen
 
 
 def tune(shapes: list[Shape], device: torch.device) -> Iterator[dict[str, Any]]:
     """A row for each shape, result dtype and candidate; one that is not exact is no candidate."""
     architecture, multiprocessors = matmul.gpu(torch.device(device).index or 0)
-    chosen = candidates(architecture == "sm90")
+    chosen = candidates(architecture)
     inputs = {shape: Operands(shape, device) for shape in shapes}
     for config, dtype in itertools.product(chosen, (torch.bfloat16, torch.float32)):
         for shape, x in inputs.items():
@@ -180,7 +182,13 @@ def _text(config: Any) -> str:
     """As it is written in the table."""
     text = f"MatmulConfig({config.block_m}, {config.block_n}, {config.block_k}, stages={config.stages}"
     text += f", warps={config.warps}"
-    for name, default in (("group_m", 8), ("descriptors", True), ("halves", True), ("persistent", False)):
+    for name, default in (
+        ("group_m", 8),
+        ("descriptors", True),
+        ("halves", True),
+        ("resident", 0),
+        ("pipelined", False),
+    ):
         if (value := getattr(config, name)) != default:
             text += f", {name}={value}"
     return text + ")"

@@ -228,7 +228,8 @@ class MatmulConfig:
         group_m: tiles, one below the other, that are computed in a row for the cache's sake.
         descriptors: load and store through tensor descriptors, from compute capability 9.0 on. The rest is for these.
         halves: store a tile in two parts, which takes half the shared memory.
-        persistent: one program a multiprocessor that goes from tile to tile, instead of one a tile.
+        resident: programs on each multiprocessor, which go from tile to tile; 0 for one program a tile.
+        pipelined: the kernel in ``hopper.py``, which is for compute capability 9 alone and needs ``resident`` programs.
     """
 
     block_m: int
@@ -239,7 +240,8 @@ class MatmulConfig:
     group_m: int = 8
     descriptors: bool = True
     halves: bool = True
-    persistent: bool = False
+    resident: int = 0
+    pipelined: bool = False
 
 
 @triton.jit
@@ -361,15 +363,18 @@ def scaled_matmul(
     bias: Tensor | None,
     out: Tensor,
     config: MatmulConfig,
-    programs: int,
+    multiprocessors: int,
 ) -> None:
-    """Fill ``out``, all tensors contiguous and not empty.
-
-    Args:
-        programs: that run at a time, for a persistent configuration: the device's multiprocessors.
-    """
+    """Fill ``out``, all tensors contiguous and not empty."""
     (m, k), n = a.shape, b.shape[0]
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    programs = config.resident * multiprocessors
+    by_descriptor = config.descriptors and n * out.itemsize % 16 == 0
+    if config.pipelined and by_descriptor:
+        from . import hopper
+
+        hopper.scaled_matmul(a, b, a_scale, b_scale, bias, out, config, programs)
+        return
     blocks = dict(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         num_stages=config.stages, num_warps=config.warps, enable_fp_fusion=False,
@@ -379,9 +384,8 @@ def scaled_matmul(
     if not config.descriptors:
         pointer_kernel[(tiles,)](a, b, out, *rest, dtype, **blocks)
         return
-    by_descriptor = n * out.itemsize % 16 == 0
     store_n = config.block_n // 2 if config.halves else config.block_n
-    descriptor_kernel[(min(programs, tiles) if config.persistent else tiles,)](
+    descriptor_kernel[(min(programs, tiles) if programs else tiles,)](
         _descriptor(a, config.block_m, config.block_k),
         _descriptor(b, config.block_n, config.block_k),
         _descriptor(out, config.block_m, store_n) if by_descriptor else out,
@@ -389,7 +393,7 @@ def scaled_matmul(
         by_descriptor,
         dtype,
         HALVES=config.halves,
-        PROGRAMS=programs if config.persistent else 0,
+        PROGRAMS=programs,
         **blocks,
     )
 

@@ -106,7 +106,7 @@ def _matmul_by_parts(a: Tensor, b: Tensor) -> Tensor:
 
 # Architecture -> the fewest multiplications, m * n * k, for which int8 pays.
 # Not measured yet: estimates from the time that quantisation and launches take.
-smallest_products = {"cpu": 0, "sm90": 60_000_000_000, "sm80": 20_000_000_000}
+smallest_products = {"cpu": 0, "sm100": 60_000_000_000, "sm90": 60_000_000_000, "sm80": 20_000_000_000}
 
 
 @functools.cache
@@ -118,17 +118,16 @@ def configurations() -> dict[tuple[str, str, int], "MatmulConfig"]:
     """
     from .kernels import MatmulConfig
 
-    # Not measured yet, but for a first trial in which the tiles of ("sm90", "large", 2) were the best.
-    return {
-        ("sm90", "large", 2): MatmulConfig(128, 256, 128, stages=3, warps=8),
-        ("sm90", "large", 4): MatmulConfig(128, 256, 128, stages=3, warps=8),
-        ("sm90", "small", 2): MatmulConfig(128, 128, 128, stages=3, warps=4),
-        ("sm90", "small", 4): MatmulConfig(128, 128, 128, stages=3, warps=4),
-        ("sm80", "large", 2): MatmulConfig(128, 128, 64, stages=3, warps=8, descriptors=False),
-        ("sm80", "large", 4): MatmulConfig(128, 128, 64, stages=3, warps=8, descriptors=False),
-        ("sm80", "small", 2): MatmulConfig(64, 128, 64, stages=4, warps=4, descriptors=False),
-        ("sm80", "small", 4): MatmulConfig(64, 128, 64, stages=4, warps=4, descriptors=False),
+    # Not measured yet, but for a first trial in which the tiles of ("sm90", "large") were the best for bf16 results.
+    by_size = {
+        ("sm100", "large"): MatmulConfig(128, 256, 128, stages=3, warps=8),
+        ("sm100", "small"): MatmulConfig(128, 128, 128, stages=3, warps=4),
+        ("sm90", "large"): MatmulConfig(128, 256, 128, stages=3, warps=8),
+        ("sm90", "small"): MatmulConfig(128, 128, 128, stages=3, warps=4),
+        ("sm80", "large"): MatmulConfig(128, 128, 64, stages=3, warps=8, descriptors=False),
+        ("sm80", "small"): MatmulConfig(64, 128, 64, stages=4, warps=4, descriptors=False),
     }
+    return {(*key, itemsize): config for key, config in by_size.items() for itemsize in (2, 4)}
 
 
 @_with_long_sums
@@ -157,8 +156,9 @@ def gpu(index: int) -> tuple[str, int]:
     properties = torch.cuda.get_device_properties(index)
     # The smaller GPUs of later architectures have tensor descriptors, but not the memory that the tiles need.
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0)  # AMD's have no such figure
-    like_hopper = properties.major >= 9 and shared_memory >= HOPPER_SHARED_MEMORY
-    return "sm90" if like_hopper else "sm80", properties.multi_processor_count
+    has_descriptors = properties.major >= 9 and shared_memory >= HOPPER_SHARED_MEMORY
+    architecture = "sm80" if not has_descriptors else "sm90" if properties.major == 9 else "sm100"
+    return architecture, properties.multi_processor_count
 
 
 @torch.compiler.assume_constant_result

@@ -114,7 +114,7 @@ def test_size_classes(m: int, n: int, size: str) -> None:
 
 @pytest.mark.parametrize(
     ("major", "shared_memory", "architecture"),
-    [(8, 166_912, "sm80"), (8, 101_376, "sm80"), (9, 232_448, "sm90"), (10, 232_448, "sm90"), (12, 101_376, "sm80")],
+    [(8, 166_912, "sm80"), (8, 101_376, "sm80"), (9, 232_448, "sm90"), (10, 232_448, "sm100"), (12, 101_376, "sm80")],
 )
 def test_descriptors_where_there_are_some_and_their_tiles_fit(
     major: int, shared_memory: int, architecture: str, monkeypatch: pytest.MonkeyPatch
@@ -127,7 +127,7 @@ def test_descriptors_where_there_are_some_and_their_tiles_fit(
 def test_the_table_fits_the_shared_memory() -> None:
     """What a program loads ahead, and a part of the result on its way out; Triton adds some bytes for barriers."""
     pytest.importorskip("triton")
-    limits = {"sm90": matmul.HOPPER_SHARED_MEMORY, "sm80": 101_376}
+    limits = {"sm100": matmul.HOPPER_SHARED_MEMORY, "sm90": matmul.HOPPER_SHARED_MEMORY, "sm80": 101_376}
     for (architecture, _, itemsize), config in matmul.configurations().items():
         loads = config.stages * (config.block_m + config.block_n) * config.block_k
         result = config.block_m * config.block_n * itemsize // (2 if config.halves else 1)
