@@ -9,7 +9,7 @@ import torch
 
 _WARM_UPS = 3
 _CPU_REPEATS = 5
-_GPU_MILLISECONDS = 100  # of repeats
+_GPU_MILLISECONDS = 50  # of repeats
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
