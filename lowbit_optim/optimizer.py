@@ -1,14 +1,17 @@
 """The optimizer around an update function: groups and their options, state, and the step over all parameters."""
 
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._triton import has_triton
 
 from lowbit_optim import checkpoint, codec
 from lowbit_optim.compiled import CompiledUpdate, UpdateFunction
@@ -17,7 +20,49 @@ from lowbit_optim.subclasses import OptimState8bit
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
-_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PARAM_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_GRAD_DTYPES = {*_PARAM_DTYPES, torch.float64}
+_MAX_FUSED_BLOCK_SIZE = 8192  # a program of the kernel keeps a block in its registers
+
+
+class Updates(NamedTuple):
+    """What is to be stepped: lists of equal length. ``indices`` count over all groups."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    indices: list[int]
+
+    def select(self, chosen: list[bool]) -> "Updates":
+        columns: list[list[Any]] = [list(itertools.compress(column, chosen)) for column in self]
+        return Updates(*columns)
+
+
+class _StateOrder:
+    """Where in ``Optimizer.state`` each parameter's state is.
+
+    In every step, hashing each parameter to find its state would take longer than all the rest that the host does.
+    """
+
+    def __init__(self, state: Mapping[Tensor, Any], groups: list[list[Tensor]]) -> None:
+        self._keys = list(state)
+        self._groups = [list(params) for params in groups]
+        place = {id(p): i for i, p in enumerate(self._keys)}
+        self._places = [[place.get(id(p), -1) for p in params] for params in groups]
+
+    def is_current(self, state: Mapping[Tensor, Any], groups: list[list[Tensor]]) -> bool:
+        """Whether state has the same keys and the groups the same parameters, in the same order."""
+        return len(groups) == len(self._groups) and all(map(_same, [*groups, list(state)], [*self._groups, self._keys]))
+
+    def select(self, state: Mapping[Tensor, Any]) -> list[list[Any]]:
+        """``exp_avg`` of each group's parameters, or None."""
+        exp_avgs = [each.get("exp_avg") for each in state.values()]
+        exp_avgs.append(None)
+        return [[exp_avgs[place] for place in places] for places in self._places]
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 class LowBitOptimizer(Optimizer):
@@ -30,12 +75,21 @@ class LowBitOptimizer(Optimizer):
 
     update: ClassVar[UpdateFunction]
 
-    def _scalars(self, group: Mapping[str, Any], device: torch.device) -> tuple[Tensor, ...]:
-        """What :attr:`update` takes after the momentum: hyper-parameters as 0-D float32 tensors.
+    def _scalars(self, group: Mapping[str, Any]) -> tuple[float | Tensor, ...]:
+        """The hyper-parameters that :attr:`update` takes after the momentum; it gets them as 0-D float32 tensors.
 
         Tensors, because a compiled graph reads their values, where it would be made anew for another float.
         """
         raise NotImplementedError("an optimizer defines _scalars beside its update function")
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._forget()
+        super().__init__(params, defaults)
+
+    def _forget(self) -> None:
+        """What was learned in earlier steps to save time."""
+        self._states = _StateOrder({}, [])
+        self._fused_steps: dict[int, Any] = {}  # by number of the group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own. Raises as the constructor does."""
@@ -57,6 +111,7 @@ class LowBitOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._forget()
         for group in self.param_groups:
             _step_as_tensor(group)
 
@@ -86,6 +141,7 @@ class LowBitOptimizer(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p not in self.state and _is_trained(p):
+                    _check_not_capturing()
                     self.state[p] = self._new_state(p, group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,6 +159,7 @@ class LowBitOptimizer(Optimizer):
         nothing.
         """
         checkpoint.load(self, state_dict, super().load_state_dict, self._new_state)
+        self._forget()
 
     # --- Step -------------------------------------------------------------------------------------------------------
 
@@ -117,50 +174,121 @@ class LowBitOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if any(p not in self.state for group in self.param_groups for p in group["params"] if _is_trained(p)):
-            self._init_missing_state()
-        self._check_params()
+        # whatever is wrong with a parameter is found before any of them moves
+        for work in [self._prepare(number, updates) for number, updates in enumerate(self._collect())]:
+            self._step_group(*work)
+        return loss
+
+    def _collect(self) -> list[Updates]:
+        """For each group, what has a gradient."""
+        collected, first = [], 0
+        for group, exp_avgs in zip(self.param_groups, self._exp_avgs(), strict=True):
+            params = group["params"]
+            indices = list(range(first, first + len(params)))
+            first += len(params)
+            updates = Updates(params, [p.grad for p in params], exp_avgs, indices)
+            if not all(map(operator.is_not, updates.grads, itertools.repeat(None))):
+                updates = updates.select([grad is not None for grad in updates.grads])
+            collected.append(updates)
+        return collected
+
+    def _exp_avgs(self) -> list[list[Any]]:
+        """For each group, the momentum of its parameters; None for a frozen one that has none."""
+        groups = [group["params"] for group in self.param_groups]
+        if torch.compiler.is_compiling() or not self._states.is_current(self.state, groups):
+            if any(p not in self.state for params in groups for p in params if _is_trained(p)):
+                self._init_missing_state()
+            if torch.compiler.is_compiling():
+                return [[self.state[p]["exp_avg"] if p in self.state else None for p in params] for params in groups]
+            self._states = _StateOrder(self.state, groups)
+        return self._states.select(self.state)
+
+    def _prepare(self, number: int, updates: Updates) -> tuple[int, Updates, Any]:
+        """Check what is new since the last step; with the group's fused step, if nothing is."""
+        group, fused = self.param_groups[number], self._fused_steps.get(number)
+        if fused is None or not fused.fits(updates, _fused_options(group)):
+            _check_updates(updates)
+            fused = None
+        return number, updates, fused
+
+    def _step_group(self, number: int, updates: Updates, fused: Any) -> None:
+        group = self.param_groups[number]
+        if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
+            group.setdefault("initial_lr", _copy(group["lr"]))
+        if not _advance_step(group, getattr(self, "found_inf", None)):
+            # 0 * inf is NaN, and 0 + -0.0 is 0.0: at lr 0 the update gets a copy, so that no weight can change
+            updates, fused = updates._replace(params=[p.detach().clone() for p in updates.params]), None
+        scalars = self._scalars(group)
+        if self.defaults["fused"] is not False and not torch.compiler.is_compiling():
+            updates = self._step_fused(number, updates, fused, scalars)
+        self._step_one_by_one(group, updates, scalars)
+
+    def _step_one_by_one(self, group: dict[str, Any], updates: Updates, scalars: tuple[float | Tensor, ...]) -> None:
         update = type(self).update
         if not torch.compiler.is_compiling():  # inside a user's own graph, that compiler fuses it
             update = _compiled_update(update)
-        first_index = 0
-        for group in self.param_groups:
-            self._step_group(group, first_index, update)
-            first_index += len(group["params"])
-        return loss
-
-    def _step_group(self, group: dict[str, Any], first_index: int, update: UpdateFunction) -> None:
-        if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
-            group.setdefault("initial_lr", _copy(group["lr"]))
-        moves_weights = _advance_step(group)
-        scalars: dict[torch.device, tuple[Tensor, ...]] = {}
-        for index, p in enumerate(group["params"], first_index):
-            if p.grad is None:
-                continue
-            if p.device not in scalars:
-                scalars[p.device] = self._scalars(group, p.device)
+        on_device: dict[torch.device, tuple[Tensor, ...]] = {}
+        for p, grad, exp_avg, index in zip(*updates, strict=True):
+            if p.device not in on_device:
+                on_device[p.device] = tuple(as_scalar(value, p.device) for value in scalars)
             noise = self._noise(p, index, group)
-            # 0 * inf is NaN, and 0 + -0.0 is 0.0: at lr 0 the update gets a copy, so that no weight can change
-            target = p if moves_weights else p.detach().clone()
-            _update_param(update, target, p.grad, self.state[p]["exp_avg"], *scalars[p.device], *noise)
+            _update_param(update, p, grad, exp_avg, *on_device[p.device], *noise)
 
     def _noise(self, p: Tensor, index: int, group: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         if not group["stochastic_rounding"] or p.dtype == torch.float32:
             return None, None
         return _noise_key(group["seed"], index), _on_device(group["step"], p.device)
 
-    def _check_params(self) -> None:
-        """Before any of them moves."""
-        params = (p for group in self.param_groups for p in group["params"])
-        for index, p in enumerate(params):
-            if p.grad is None:
-                continue
-            _check_dtype(p)
-            if p.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({p.grad.layout}); this "
-                    "optimizer needs dense ones: build the embedding with sparse=False"
-                )
+    # --- Fused step -------------------------------------------------------------------------------------------------
+
+    def _new_fused_step(self) -> Any:
+        """An object like :class:`lowbit_optim.fused.FusedLion`, for a group; None if there is no such kernel."""
+        return None
+
+    def _is_fused(self, p: Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether the fused kernel steps this parameter."""
+        fused = self.defaults["fused"]
+        if fused is False:
+            return False
+        if p.is_cuda and group["block_size"] <= _MAX_FUSED_BLOCK_SIZE and has_triton():
+            return True
+        if fused:
+            raise RuntimeError(
+                f"fused=True, and a parameter of shape {tuple(p.shape)} on {p.device} cannot be stepped so: the kernel "
+                f"needs CUDA, a GPU that Triton supports, and block_size (here {group['block_size']}) of at most "
+                f"{_MAX_FUSED_BLOCK_SIZE}. With fused=None it is used wherever it can run."
+            )
+        return False
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Then GradScaler leaves scaled gradients and ``found_inf`` to the step, which waits for neither."""
+        return all(self._is_fused(p, group) for group in self.param_groups for p in group["params"] if _is_trained(p))
+
+    def _step_fused(self, number: int, updates: Updates, fused: Any, scalars: tuple[float | Tensor, ...]) -> Updates:
+        """Step what the kernel can, and return what is left. ``fused`` is a step that fits, or None."""
+        group = self.param_groups[number]
+        rest = Updates([], [], [], [])
+        copied: list[tuple[Tensor, Tensor]] = []
+        if fused is None:
+            chosen = [self._is_fused(p, group) for p in updates.params]
+            rest = updates.select([not each for each in chosen])
+            updates, copied = _contiguous(updates.select(chosen))
+            if not updates.params:
+                return rest
+            fused = self._fused_steps[number] = self._new_fused_step()
+            fused.plan(updates, _fused_options(group))
+        grad_scale = getattr(self, "grad_scale", None)
+        fused.run(
+            _first_two_alike(scalars, updates.params[0].device),
+            group["step"].item() if group["step"].device.type == "cpu" else group["step"],
+            None if grad_scale is None else grad_scale.double().reciprocal().float(),
+            getattr(self, "found_inf", None),
+        )
+        torch.autograd.graph.increment_version(updates.params)
+        for p, values in copied:
+            p.copy_(values)
+        return rest
 
 
 def _is_trained(p: Tensor) -> bool:
@@ -170,11 +298,32 @@ def _is_trained(p: Tensor) -> bool:
 def _update_param(update: UpdateFunction, p: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
     """Where the parameter's memory is not simply its elements in order, on a copy of them."""
     if is_traceable_wrapper_subclass(p) or not p.is_contiguous():
-        values = torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(p)
+        values = _contiguous_copy(p)
         update(values, grad.contiguous(), exp_avg, *scalars)
         p.copy_(values)
     else:  # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
         update(p.detach(), grad.contiguous(), exp_avg, *scalars)
+
+
+def _fused_options(group: Mapping[str, Any]) -> tuple[int, int, bool]:
+    return group["block_size"], group["seed"], group["stochastic_rounding"]
+
+
+def _contiguous(updates: Updates) -> tuple[Updates, list[tuple[Tensor, Tensor]]]:
+    """As the kernel takes them, and which parameters are to be copied back from where."""
+    params, grads, copied = [], [], []
+    for p, grad in zip(updates.params, updates.grads, strict=True):
+        values = p
+        if not p.is_contiguous() or is_traceable_wrapper_subclass(p):
+            values = _contiguous_copy(p)
+            copied.append((p, values))
+        params.append(values)
+        grads.append((grad if grad.dtype in _GRAD_DTYPES else grad.float()).contiguous())
+    return updates._replace(params=params, grads=grads), copied
+
+
+def _contiguous_copy(p: Tensor) -> Tensor:
+    return torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(p)
 
 
 @functools.cache
@@ -227,21 +376,59 @@ def _on_device(value: Tensor, device: torch.device) -> Tensor:
     return value if value.device == device or value.device.type == "cpu" else value.to(device)
 
 
-def _advance_step(group: dict[str, Any]) -> bool:
+def _first_two_alike(scalars: tuple[float | Tensor, ...], device: torch.device) -> tuple[float | Tensor, ...]:
+    """As the fused kernel takes them: lr and decay both floats, or both 0-D float32 on a device; the others floats."""
+    lr, decay, *others = (host_value(value) for value in scalars)
+    if isinstance(lr, Tensor) or isinstance(decay, Tensor):
+        lr, decay = (torch.as_tensor(value, dtype=torch.float32, device=device).reshape(()) for value in (lr, decay))
+    else:
+        lr, decay = float(lr), float(decay)
+    return lr, decay, *(float(value) for value in others)
+
+
+def _advance_step(group: dict[str, Any], found_inf: Tensor | None) -> bool:
     """Count a step if it moves weights, and say whether it does: DCP creates state with a hidden step at lr 0.
 
-    A learning rate on a device is not waited for; there the answer is True and the count is the device's.
+    A learning rate on a device is not waited for, nor is ``found_inf``; the count is then the device's, and the answer
+    True.
     """
     lr = host_value(group["lr"])
-    if isinstance(lr, Tensor):
-        group["step"] = group["step"].to(lr.device) + (lr.detach().reshape(()) != 0)
-        return True
-    if not math.isfinite(lr):
-        raise ValueError(f"lr is {lr} in this step; it must be finite. Look at what set it: a scheduler, or by hand")
-    if lr == 0.0:
-        return False
-    group["step"] = group["step"] + 1
+    if not isinstance(lr, Tensor):
+        if not math.isfinite(lr):
+            raise ValueError(
+                f"lr is {lr} in this step; it must be finite. Look at what set it: a scheduler, or by hand"
+            )
+        if lr == 0.0:
+            return False
+    moves = [lr.detach().reshape(()) != 0] if isinstance(lr, Tensor) else []
+    moves += [] if found_inf is None else [found_inf.reshape(()) == 0]
+    if _is_capturing() and not (isinstance(lr, Tensor) and lr.device == group["step"].device):
+        raise RuntimeError(
+            "a CUDA graph would use this step's learning rate and rounding noise in every replay: give the learning "
+            "rate as a tensor on the device, and run one step with it before this one is captured"
+        )
+    if not moves:
+        group["step"] = group["step"] + 1
+    else:
+        device = moves[0].device
+        if group["step"].device != device:
+            group["step"] = group["step"].to(device)
+        # in place, so that a captured graph goes on counting
+        group["step"].add_(functools.reduce(torch.logical_and, [each.to(device) for each in moves]))
     return True
+
+
+def _check_not_capturing() -> None:
+    if _is_capturing():
+        raise RuntimeError(
+            "a CUDA graph would set the optimizer's state to zero in every replay: run a step before it is captured"
+        )
+
+
+def _is_capturing() -> bool:
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _step_as_tensor(group: dict[str, Any]) -> None:
@@ -259,6 +446,19 @@ def _pack_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _check_updates(updates: Updates) -> None:
+    if not {p.dtype for p in updates.params} <= _PARAM_DTYPES:
+        for p in updates.params:
+            _check_dtype(p)
+    if not {grad.layout for grad in updates.grads} <= {torch.strided}:
+        for p, grad, _, index in zip(*updates, strict=True):
+            if grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({grad.layout}); this "
+                    "optimizer needs dense ones: build the embedding with sparse=False"
+                )
 
 
 def _check_dtype(p: Tensor) -> None:

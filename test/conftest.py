@@ -1,3 +1,4 @@
+import os
 import random
 
 import numpy as np
@@ -8,6 +9,9 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def pytest_configure() -> None:
+    if not torch.cuda.is_available():
+        # Read when Triton is imported. Kernels run interpreted; a test that compiles them starts a process with "0".
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)  # tensors are small; on a busy machine threads wait 40 ms a kernel for each other
 
 

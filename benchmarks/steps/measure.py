@@ -105,7 +105,8 @@ def measure_step(case: Case) -> dict[str, Any]:
     Returns:
         ``tensors``, ``parameters``: counts.
         ``first_step_s``: with whatever is imported and compiled for it.
-        ``step_ms``: from a call on an idle device until the device is done; ``step_ms_quartiles``.
+        ``step_ms``: between events before and after a step, the host running ahead as it does behind a backward;
+        ``step_ms_quartiles``.
         ``back_to_back_ms``: a step of many with no waiting between them; None with fresh gradients.
         ``host_ms``, ``host_us_per_tensor``: until the call returns. None on CPUs, like what follows.
         ``gpu_busy_ms``, ``kernels``: sum and number of kernels; the sum has copies and fills too.
@@ -210,34 +211,42 @@ def _synchronize(device: torch.device) -> None:
 def _time(
     function: Callable[[], Any], device: torch.device, prepare: Callable[[], Any] = _nothing
 ) -> list[tuple[float, float]]:
-    """Seconds until the device is done and until the call returns; the first few are warm-up. ``prepare`` is untimed"""
-    times = []
-    time_once = _time_on_gpu if device.type == "cuda" else _time_on_cpu
+    """Seconds on the device and until the call returns; the first few are warm-up. ``prepare`` is untimed."""
+    time_all = _time_on_gpu if device.type == "cuda" else _time_on_cpu
     evict = _cache_eviction(device)
-    for _ in range(_WARM_UP_STEPS + _TIMED_STEPS):
+
+    def prepare_all() -> None:
         prepare()
         evict()
-        _synchronize(device)
-        times.append(time_once(function))
-    return times
+
+    return time_all(function, prepare_all, _WARM_UP_STEPS + _TIMED_STEPS)
 
 
-def _time_on_gpu(function: Callable[[], Any]) -> tuple[float, float]:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    start = time.perf_counter()
-    function()
-    host = time.perf_counter() - start
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3, host
+def _time_on_gpu(function: Callable[[], Any], prepare: Callable[[], Any], repeats: int) -> list[tuple[float, float]]:
+    """By events, with no waiting in between: as in training, the host may run ahead, as far as it is fast enough."""
+    events, host = [], []
+    torch.cuda.synchronize()
+    for _ in range(repeats):
+        prepare()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        start = time.perf_counter()
+        function()
+        host.append(time.perf_counter() - start)
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    return [(begin.elapsed_time(end) / 1e3, seconds) for (begin, end), seconds in zip(events, host, strict=True)]
 
 
-def _time_on_cpu(function: Callable[[], Any]) -> tuple[float, float]:
-    start = time.perf_counter()
-    function()
-    seconds = time.perf_counter() - start
-    return seconds, seconds
+def _time_on_cpu(function: Callable[[], Any], prepare: Callable[[], Any], repeats: int) -> list[tuple[float, float]]:
+    times = []
+    for _ in range(repeats):
+        prepare()
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return [(seconds, seconds) for seconds in times]
 
 
 def _cache_eviction(device: torch.device) -> Callable[[], Any]:

@@ -1,11 +1,4 @@
-"""The Triton kernels compute what the definitions in PyTorch do, bit for bit: on a GPU, or in Triton's interpreter.
-
-Whether Triton interprets is settled when it is imported, so those tests run in a process of their own.
-"""
-
-import os
-import subprocess
-import sys
+"""The Triton kernels compute what the definitions in PyTorch do, bit for bit: on a GPU, or in Triton's interpreter."""
 
 import numpy as np
 import pytest
@@ -17,12 +10,12 @@ from lowbit_optim.int8_training import matmul, quantize
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("lowbit_optim.int8_training.kernels")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Triton 3.6's interpreter makes integers of arrays in a way that NumPy no longer allows.
 CANNOT_LOOP = triton.__version__.startswith("3.6") and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
-runs_kernels = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU; runs in Triton's interpreter instead"
+pytestmark = pytest.mark.skipif(
+    INTERPRETED and CANNOT_LOOP, reason="this version of Triton's interpreter does not work with this one of NumPy"
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 16), (5, 7), (64, 128), (70, 1000), (300, 33)]
@@ -37,18 +30,6 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
         kernels.MatmulConfig(128, 256, 128, 3, 8, group_m=2, resident=1, pipelined=True),
         kernels.MatmulConfig(64, 64, 128, 4, 4, group_m=2, resident=2, pipelined=True),
     ]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the process that the tests run in")
-@pytest.mark.skipif(CANNOT_LOOP, reason="this version of Triton's interpreter does not work with this one of NumPy")
-def test_the_other_tests_of_this_file_pass_in_tritons_interpreter() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -69,7 +50,6 @@ def difficult(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-@runs_kernels
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -89,7 +69,6 @@ def test_quantisation_is_the_defined_one(shape: tuple[int, int], dtype: torch.dt
         assert same(got, right)
 
 
-@runs_kernels
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_row_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_WIDEST_ROW", 256)
@@ -101,7 +80,6 @@ def test_a_row_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same(scale, quantize._quantize_rows(x)[1])
 
 
-@runs_kernels
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 16), (130, 70, 48), (129, 264, 144), (300, 33, 16)])
@@ -123,7 +101,6 @@ def test_the_matmul_is_the_defined_one(m: int, n: int, k: int, config: object) -
             assert same(out, expected)
 
 
-@runs_kernels
 def test_sums_of_the_largest_codes_are_exact() -> None:
     a = torch.full((3, 2048), 127, dtype=torch.int8, device=DEVICE)
     ones, out = torch.ones(3, device=DEVICE), torch.empty(3, 3, device=DEVICE)

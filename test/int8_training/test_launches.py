@@ -1,5 +1,11 @@
-"""What reaches Triton, shown without a GPU: launches are bound and compiled for one, and not run."""
+"""What reaches Triton, shown without a GPU: launches are bound and compiled for one, and not run.
 
+Whether Triton interprets is settled when it is imported, so where it does, a process of its own compiles.
+"""
+
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +16,7 @@ from lowbit_optim.int8_training import matmul, quantize
 
 pytest.importorskip("triton")
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -18,6 +25,19 @@ from lowbit_optim.int8_training import kernels
 
 IN, OUT = 96, 80
 LIMITS = {"sm80": 101_376, "sm90": matmul.HOPPER_SHARED_MEMORY}
+INTERPRETED = knobs.runtime.interpret
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="this process compiles")
+def test_the_other_tests_of_this_file_pass_where_triton_compiles() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout
+    assert " passed" in result.stdout  # rather than skipped
 
 
 class Gpu:
@@ -69,6 +89,7 @@ def launch_all(tokens: int, config: kernels.MatmulConfig) -> None:
     kernels.scaled_matmul(grad_columns, columns[0], weight_scale, columns[1], None, weight_grad, config, 132)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="runs in a process of its own")
 @pytest.mark.parametrize(
     ("capability", "architecture", "options"),
     [(80, "sm80", {}), (90, "sm90", {}), (90, "sm90", {"pipelined": True, "resident": 1})],
