@@ -57,10 +57,17 @@ def _times_sign(lr: Tensor, x: Tensor) -> Tensor:
     return torch.where(x.abs() > 0, signed.view(torch.float32), 0.0)
 
 
+def _new_fused_step() -> Any:
+    from lowbit_optim.fused import FusedLion  # needs Triton
+
+    return FusedLion()
+
+
 class Lion(LowBitOptimizer):
     """Lion with float32 momentum: ``quantize=False`` by default, all else as in :class:`Lion8bit`."""
 
     update = staticmethod(lion_update)
+    _new_fused_step = staticmethod(_new_fused_step)
 
     def __init__(
         self,
@@ -103,11 +110,6 @@ class Lion(LowBitOptimizer):
         sign = -1.0 if group["maximize"] else 1.0
         return host_value(group["lr"]), decay_of_step(group), beta1, sign * (1 - beta1), beta2, sign * (1 - beta2)
 
-    def _new_fused_step(self) -> Any:
-        from lowbit_optim.fused import FusedLion  # needs Triton
-
-        return FusedLion()
-
 
 class Lion8bit(Lion):
     """Lion with 8-bit momentum: one byte a parameter, and 2 for each block of 64.
@@ -130,10 +132,11 @@ class Lion8bit(Lion):
         decouple_lr: weight decay scaled by ``lr / initial_lr`` rather than by ``lr``.
         maximize: ascend.
         offload_state: not available yet.
-        fused: step all parameters in one launch of a Triton kernel. None: where it can run, on CUDA; elsewhere they are
-            stepped one by one by a compiled kernel, with the same results. True: an error where it cannot run.
+        fused: step a group's parameters of a dtype in one launch of a Triton kernel. None: where it can run, on CUDA;
+            elsewhere one by one by a compiled kernel, with the same results. True: an error where it cannot run.
 
     Raises:
+        RuntimeError: ``fused=True``, and there is no Triton; in a step, where the kernel cannot run.
         TypeError, ValueError: an argument cannot be used; the message says which, and what is allowed.
         NotImplementedError: an option that is not available yet.
     """

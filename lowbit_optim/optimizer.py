@@ -5,10 +5,11 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._triton import has_triton
@@ -22,7 +23,8 @@ ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tupl
 
 _PARAM_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _GRAD_DTYPES = {*_PARAM_DTYPES, torch.float64}
-_MAX_FUSED_BLOCK_SIZE = 8192  # a program of the kernel keeps a block in its registers
+_MAX_FUSED_BLOCK_SIZE = 4096  # a program of the kernel keeps a block in its registers
+_PLAIN = {Tensor, nn.Parameter}
 
 
 class Updates(NamedTuple):
@@ -41,7 +43,8 @@ class Updates(NamedTuple):
 class _StateOrder:
     """Where in ``Optimizer.state`` each parameter's state is.
 
-    In every step, hashing each parameter to find its state would take longer than all the rest that the host does.
+    To find it there, torch hashes a parameter in Python. On the H200's host that took 1.6 µs, where all else that a
+    fused step does for a tensor took as long.
     """
 
     def __init__(self, state: Mapping[Tensor, Any], groups: list[list[Tensor]]) -> None:
@@ -55,14 +58,25 @@ class _StateOrder:
         return len(groups) == len(self._groups) and all(map(_same, [*groups, list(state)], [*self._groups, self._keys]))
 
     def select(self, state: Mapping[Tensor, Any]) -> list[list[Any]]:
-        """``exp_avg`` of each group's parameters, or None."""
-        exp_avgs = [each.get("exp_avg") for each in state.values()]
-        exp_avgs.append(None)
-        return [[exp_avgs[place] for place in places] for places in self._places]
+        """The state of each group's parameters, None where there is none."""
+        states = [*state.values(), None]
+        return [[states[place] for place in places] for places in self._places]
 
 
 def _same(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+@dataclass
+class _GroupStep:
+    """A group's part in a step, checked."""
+
+    group: dict[str, Any]
+    scalars: tuple[float | Tensor, ...]
+    fused: Any  # steps `together`, if there is any
+    together: Updates
+    one_by_one: Updates
+    copied: list[tuple[Tensor, Tensor]]  # parameters that `together` has copies of, and these
 
 
 class LowBitOptimizer(Optimizer):
@@ -88,7 +102,7 @@ class LowBitOptimizer(Optimizer):
 
     def _forget(self) -> None:
         """What was learned in earlier steps to save time."""
-        self._states = _StateOrder({}, [])
+        self._order = _StateOrder({}, [])
         self._fused_steps: dict[int, Any] = {}  # by number of the group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -140,7 +154,7 @@ class LowBitOptimizer(Optimizer):
         """For every parameter that could get a gradient, so that ranks and later loads agree on what there is."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p not in self.state and _is_trained(p):
+                if not self.state.get(p) and _is_trained(p):
                     _check_not_capturing()
                     self.state[p] = self._new_state(p, group)
 
@@ -174,56 +188,91 @@ class LowBitOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # whatever is wrong with a parameter is found before any of them moves
-        for work in [self._prepare(number, updates) for number, updates in enumerate(self._collect())]:
-            self._step_group(*work)
+        # whatever is wrong with a parameter or a group is found before anything moves
+        for group_step in [self._prepare(number, updates) for number, updates in enumerate(self._collect())]:
+            self._step_group(group_step)
         return loss
 
     def _collect(self) -> list[Updates]:
         """For each group, what has a gradient."""
         collected, first = [], 0
-        for group, exp_avgs in zip(self.param_groups, self._exp_avgs(), strict=True):
+        for group, states in zip(self.param_groups, self._all_states(), strict=True):
             params = group["params"]
             indices = list(range(first, first + len(params)))
             first += len(params)
+            exp_avgs: list[Any] = [state["exp_avg"] if state else None for state in states]
             updates = Updates(params, [p.grad for p in params], exp_avgs, indices)
             if not all(map(operator.is_not, updates.grads, itertools.repeat(None))):
                 updates = updates.select([grad is not None for grad in updates.grads])
             collected.append(updates)
         return collected
 
-    def _exp_avgs(self) -> list[list[Any]]:
-        """For each group, the momentum of its parameters; None for a frozen one that has none."""
+    def _all_states(self) -> list[list[Any]]:
+        """For each group, the state of each parameter; nothing for a frozen one that has none."""
+        states = self._known_states()
+        if not all(map(all, states)) and self._is_state_missing(states):
+            self._init_missing_state()
+            states = self._known_states()
+        return states
+
+    def _known_states(self) -> list[list[Any]]:
         groups = [group["params"] for group in self.param_groups]
-        if torch.compiler.is_compiling() or not self._states.is_current(self.state, groups):
-            if any(p not in self.state for params in groups for p in params if _is_trained(p)):
-                self._init_missing_state()
-            if torch.compiler.is_compiling():
-                return [[self.state[p]["exp_avg"] if p in self.state else None for p in params] for params in groups]
-            self._states = _StateOrder(self.state, groups)
-        return self._states.select(self.state)
+        if torch.compiler.is_compiling():
+            return [[self.state.get(p) for p in params] for params in groups]
+        if not self._order.is_current(self.state, groups):
+            self._order = _StateOrder(self.state, groups)
+        return self._order.select(self.state)
 
-    def _prepare(self, number: int, updates: Updates) -> tuple[int, Updates, Any]:
-        """Check what is new since the last step; with the group's fused step, if nothing is."""
-        group, fused = self.param_groups[number], self._fused_steps.get(number)
-        if fused is None or not fused.fits(updates, _fused_options(group)):
-            _check_updates(updates)
-            fused = None
-        return number, updates, fused
+    def _is_state_missing(self, states: list[list[Any]]) -> bool:
+        pairs = zip(self.param_groups, states, strict=True)
+        return any(
+            not s and _is_trained(p) for group, some in pairs for p, s in zip(group["params"], some, strict=True)
+        )
 
-    def _step_group(self, number: int, updates: Updates, fused: Any) -> None:
-        group = self.param_groups[number]
+    def _prepare(self, number: int, updates: Updates) -> _GroupStep:
+        """Raises whatever is wrong with a group or its parameters."""
+        group, none = self.param_groups[number], Updates([], [], [], [])
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
             group.setdefault("initial_lr", _copy(group["lr"]))
-        if not _advance_step(group, getattr(self, "found_inf", None)):
-            # 0 * inf is NaN, and 0 + -0.0 is 0.0: at lr 0 the update gets a copy, so that no weight can change
-            updates, fused = updates._replace(params=[p.detach().clone() for p in updates.params]), None
+        _check_lr(group)
         scalars = self._scalars(group)
-        if self.defaults["fused"] is not False and not torch.compiler.is_compiling():
-            updates = self._step_fused(number, updates, fused, scalars)
-        self._step_one_by_one(group, updates, scalars)
+        if self.defaults["fused"] is False or torch.compiler.is_compiling():
+            _check_updates(updates)
+            return _GroupStep(group, scalars, None, none, updates, [])
+        options = (group["block_size"], group["seed"], group["stochastic_rounding"])
+        fused, one_by_one = self._fused_steps.get(number), none
+        copied: list[tuple[Tensor, Tensor]] = []
+        if not _are_plain(updates):
+            _check_updates(updates)
+            chosen = [self._is_fused(p, group) for p in updates.params]
+            one_by_one = updates.select([not each for each in chosen])
+            updates, copied = _as_plain(updates.select(chosen))
+        if fused is None or not fused.takes(updates, options):
+            _check_updates(updates)
+            chosen = [self._is_fused(p, group) for p in updates.params]
+            if not all(chosen):
+                one_by_one, updates = updates.select([not each for each in chosen]), updates.select(chosen)
+            if updates.params:
+                fused = self._fused_steps[number] = self._new_fused_step()  # type: ignore[misc]
+                fused.plan(updates, options)
+        return _GroupStep(group, scalars, fused, updates, one_by_one, copied)
+
+    def _step_group(self, step: _GroupStep) -> None:
+        moves_weights = _advance_step(step.group, getattr(self, "found_inf", None))
+        if step.together.params:
+            self._step_together(step)
+        updates = step.one_by_one
+        if not moves_weights:
+            # 0 * inf is NaN, and 0 + -0.0 is 0.0: at lr 0 the update gets a copy, so that no weight can change
+            updates = updates._replace(params=[p.detach().clone() for p in updates.params])
+        self._step_one_by_one(step.group, updates, step.scalars)
 
     def _step_one_by_one(self, group: dict[str, Any], updates: Updates, scalars: tuple[float | Tensor, ...]) -> None:
+        if updates.params and getattr(self, "found_inf", None) is not None:
+            raise RuntimeError(
+                "GradScaler left its scale to the fused step, which does not run inside torch.compile: give the "
+                "optimizer fused=False, or call scaler.step outside of what is compiled"
+            )
         update = type(self).update
         if not torch.compiler.is_compiling():  # inside a user's own graph, that compiler fuses it
             update = _compiled_update(update)
@@ -241,54 +290,48 @@ class LowBitOptimizer(Optimizer):
 
     # --- Fused step -------------------------------------------------------------------------------------------------
 
-    def _new_fused_step(self) -> Any:
-        """An object like :class:`lowbit_optim.fused.FusedLion`, for a group; None if there is no such kernel."""
-        return None
+    # Returns an object like :class:`lowbit_optim.fused.FusedLion`; None if there is no such kernel.
+    _new_fused_step: ClassVar[Callable[[], Any] | None] = None
 
     def _is_fused(self, p: Tensor, group: Mapping[str, Any]) -> bool:
         """Whether the fused kernel steps this parameter."""
         fused = self.defaults["fused"]
-        if fused is False:
+        if fused is False or type(self)._new_fused_step is None:
             return False
-        if p.is_cuda and group["block_size"] <= _MAX_FUSED_BLOCK_SIZE and has_triton():
-            return True
-        if fused:
+        reason = _why_not_fused(p, group)
+        if reason and fused:
             raise RuntimeError(
-                f"fused=True, and a parameter of shape {tuple(p.shape)} on {p.device} cannot be stepped so: the kernel "
-                f"needs CUDA, a GPU that Triton supports, and block_size (here {group['block_size']}) of at most "
-                f"{_MAX_FUSED_BLOCK_SIZE}. With fused=None it is used wherever it can run."
+                f"fused=True, but a parameter of shape {tuple(p.shape)} cannot be stepped so: {reason}. "
+                "With fused=None the kernel is used wherever it can run."
             )
-        return False
+        return reason is None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Then GradScaler leaves scaled gradients and ``found_inf`` to the step, which waits for neither."""
         return all(self._is_fused(p, group) for group in self.param_groups for p in group["params"] if _is_trained(p))
 
-    def _step_fused(self, number: int, updates: Updates, fused: Any, scalars: tuple[float | Tensor, ...]) -> Updates:
-        """Step what the kernel can, and return what is left. ``fused`` is a step that fits, or None."""
-        group = self.param_groups[number]
-        rest = Updates([], [], [], [])
-        copied: list[tuple[Tensor, Tensor]] = []
-        if fused is None:
-            chosen = [self._is_fused(p, group) for p in updates.params]
-            rest = updates.select([not each for each in chosen])
-            updates, copied = _contiguous(updates.select(chosen))
-            if not updates.params:
-                return rest
-            fused = self._fused_steps[number] = self._new_fused_step()
-            fused.plan(updates, _fused_options(group))
-        grad_scale = getattr(self, "grad_scale", None)
-        fused.run(
-            _first_two_alike(scalars, updates.params[0].device),
-            group["step"].item() if group["step"].device.type == "cpu" else group["step"],
-            None if grad_scale is None else grad_scale.double().reciprocal().float(),
+    def _step_together(self, step: _GroupStep) -> None:
+        count, grad_scale = step.group["step"], getattr(self, "grad_scale", None)
+        step.fused.run(
+            _kernel_scalars(step.scalars, step.together.params[0].device),
+            count.item() if count.device.type == "cpu" else count,
+            None if grad_scale is None else grad_scale.double().reciprocal().float(),  # as GradScaler's own unscaling
             getattr(self, "found_inf", None),
         )
-        torch.autograd.graph.increment_version(updates.params)
-        for p, values in copied:
+        torch.autograd.graph.increment_version(step.together.params)
+        for p, values in step.copied:
             p.copy_(values)
-        return rest
+
+
+def _why_not_fused(p: Tensor, group: Mapping[str, Any]) -> str | None:
+    if not p.is_cuda:
+        return f"it is on {p.device}, and the kernel needs CUDA"
+    if group["block_size"] > _MAX_FUSED_BLOCK_SIZE:
+        return f"block_size is {group['block_size']}, and the kernel has at most {_MAX_FUSED_BLOCK_SIZE}"
+    if not has_triton():
+        return "Triton cannot be used on this GPU"
+    return None
 
 
 def _is_trained(p: Tensor) -> bool:
@@ -305,20 +348,29 @@ def _update_param(update: UpdateFunction, p: Tensor, grad: Tensor, exp_avg: Tens
         update(p.detach(), grad.contiguous(), exp_avg, *scalars)
 
 
-def _fused_options(group: Mapping[str, Any]) -> tuple[int, int, bool]:
-    return group["block_size"], group["seed"], group["stochastic_rounding"]
+def _are_plain(updates: Updates) -> bool:
+    """Whether the elements of each parameter and gradient are simply where its address says, in order."""
+    params, grads = updates.params, updates.grads
+    return (
+        _PLAIN.issuperset(map(type, params))
+        and _PLAIN.issuperset(map(type, grads))
+        and all(map(Tensor.is_contiguous, params))
+        and all(map(Tensor.is_contiguous, grads))
+    )
 
 
-def _contiguous(updates: Updates) -> tuple[Updates, list[tuple[Tensor, Tensor]]]:
-    """As the kernel takes them, and which parameters are to be copied back from where."""
+def _as_plain(updates: Updates) -> tuple[Updates, list[tuple[Tensor, Tensor]]]:
+    """Copies where need be, and which parameters are to be copied back from where."""
     params, grads, copied = [], [], []
     for p, grad in zip(updates.params, updates.grads, strict=True):
         values = p
-        if not p.is_contiguous() or is_traceable_wrapper_subclass(p):
+        if is_traceable_wrapper_subclass(p) or not p.is_contiguous():
             values = _contiguous_copy(p)
             copied.append((p, values))
         params.append(values)
-        grads.append((grad if grad.dtype in _GRAD_DTYPES else grad.float()).contiguous())
+        if is_traceable_wrapper_subclass(grad):
+            grad = _contiguous_copy(grad)
+        grads.append(grad.contiguous())
     return updates._replace(params=params, grads=grads), copied
 
 
@@ -376,7 +428,7 @@ def _on_device(value: Tensor, device: torch.device) -> Tensor:
     return value if value.device == device or value.device.type == "cpu" else value.to(device)
 
 
-def _first_two_alike(scalars: tuple[float | Tensor, ...], device: torch.device) -> tuple[float | Tensor, ...]:
+def _kernel_scalars(scalars: tuple[float | Tensor, ...], device: torch.device) -> tuple[float | Tensor, ...]:
     """As the fused kernel takes them: lr and decay both floats, or both 0-D float32 on a device; the others floats."""
     lr, decay, *others = (host_value(value) for value in scalars)
     if isinstance(lr, Tensor) or isinstance(decay, Tensor):
@@ -386,6 +438,17 @@ def _first_two_alike(scalars: tuple[float | Tensor, ...], device: torch.device) 
     return lr, decay, *(float(value) for value in others)
 
 
+def _check_lr(group: Mapping[str, Any]) -> None:
+    lr = host_value(group["lr"])
+    if _is_capturing() and not (isinstance(lr, Tensor) and lr.device == group["step"].device):
+        raise RuntimeError(
+            "a CUDA graph would use this step's learning rate and rounding noise in every replay: give the learning "
+            "rate as a tensor on the device, and run one step with it before this one is captured"
+        )
+    if not isinstance(lr, Tensor) and not math.isfinite(lr):
+        raise ValueError(f"lr is {lr} in this step; it must be finite. Look at what set it: a scheduler, or by hand")
+
+
 def _advance_step(group: dict[str, Any], found_inf: Tensor | None) -> bool:
     """Count a step if it moves weights, and say whether it does: DCP creates state with a hidden step at lr 0.
 
@@ -393,28 +456,19 @@ def _advance_step(group: dict[str, Any], found_inf: Tensor | None) -> bool:
     True.
     """
     lr = host_value(group["lr"])
-    if not isinstance(lr, Tensor):
-        if not math.isfinite(lr):
-            raise ValueError(
-                f"lr is {lr} in this step; it must be finite. Look at what set it: a scheduler, or by hand"
-            )
-        if lr == 0.0:
-            return False
-    moves = [lr.detach().reshape(()) != 0] if isinstance(lr, Tensor) else []
-    moves += [] if found_inf is None else [found_inf.reshape(()) == 0]
-    if _is_capturing() and not (isinstance(lr, Tensor) and lr.device == group["step"].device):
-        raise RuntimeError(
-            "a CUDA graph would use this step's learning rate and rounding noise in every replay: give the learning "
-            "rate as a tensor on the device, and run one step with it before this one is captured"
-        )
+    moves = [] if found_inf is None else [found_inf.reshape(()) == 0]
+    if isinstance(lr, Tensor):
+        moves.insert(0, lr.detach().reshape(()) != 0)
+    elif lr == 0.0:
+        return False
     if not moves:
         group["step"] = group["step"] + 1
-    else:
-        device = moves[0].device
-        if group["step"].device != device:
-            group["step"] = group["step"].to(device)
-        # in place, so that a captured graph goes on counting
-        group["step"].add_(functools.reduce(torch.logical_and, [each.to(device) for each in moves]))
+        return True
+    device = moves[0].device
+    if group["step"].device != device:
+        group["step"] = group["step"].to(device)
+    # in place, so that a captured graph goes on counting
+    group["step"].add_(functools.reduce(torch.logical_and, [each.to(device) for each in moves]))
     return True
 
 

@@ -247,7 +247,8 @@ def test_resuming_in_a_new_process_equals_not_stopping_bit_for_bit(tmp_path: Pat
         train(optimizer, 20, 40, scheduler)
         uninterrupted.append(everything(optimizer))
 
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, check=True)
     for i, expected in enumerate(uninterrupted):
         resumed = torch.load(tmp_path / f"{i}.resumed.pt")

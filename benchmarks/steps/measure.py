@@ -108,7 +108,8 @@ def measure_step(case: Case) -> dict[str, Any]:
         ``step_ms``: between events before and after a step, the host running ahead as it does behind a backward;
         ``step_ms_quartiles``.
         ``back_to_back_ms``: a step of many with no waiting between them; None with fresh gradients.
-        ``host_ms``, ``host_us_per_tensor``: until the call returns. None on CPUs, like what follows.
+        ``idle_step_ms``: from a call on an idle device until that is done. None on CPUs, like what follows.
+        ``host_ms``, ``host_us_per_tensor``: of that, until the call returns.
         ``gpu_busy_ms``, ``kernels``: sum and number of kernels; the sum has copies and fills too.
         ``temporary_bytes``: peak of what a step allocates and frees.
         ``state_bytes_per_parameter``, ``moved_bytes``: see :func:`moved_bytes`.
@@ -141,6 +142,8 @@ def _measure_warm(case: Case, optimizer: Optimizer, parameters: list[Tensor], de
         "moved_bytes": moved_bytes(optimizer),
     }
     if device.type == "cuda":
+        times = _time(optimizer.step, device, prepare, run_ahead=False)[_WARM_UP_STEPS:]
+        result["idle_step_ms"] = 1e3 * statistics.median(seconds for seconds, _ in times)
         host_ms = 1e3 * statistics.median(host for _, host in times)
         result |= {"host_ms": host_ms, "host_us_per_tensor": 1e3 * host_ms / len(parameters)}
         result |= {"temporary_bytes": _temporary_bytes(optimizer, device, prepare)}
@@ -209,21 +212,29 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _time(
-    function: Callable[[], Any], device: torch.device, prepare: Callable[[], Any] = _nothing
+    function: Callable[[], Any],
+    device: torch.device,
+    prepare: Callable[[], Any] = _nothing,
+    run_ahead: bool = True,
 ) -> list[tuple[float, float]]:
-    """Seconds on the device and until the call returns; the first few are warm-up. ``prepare`` is untimed."""
-    time_all = _time_on_gpu if device.type == "cuda" else _time_on_cpu
+    """Seconds on the device and until the call returns; the first few are warm-up. ``prepare`` is untimed.
+
+    As in training, the host may run ahead of the device, as far as it is fast enough. Else each call begins with the
+    device idle.
+    """
     evict = _cache_eviction(device)
 
     def prepare_all() -> None:
         prepare()
         evict()
+        if not run_ahead:
+            _synchronize(device)
 
+    time_all = _time_on_gpu if device.type == "cuda" else _time_on_cpu
     return time_all(function, prepare_all, _WARM_UP_STEPS + _TIMED_STEPS)
 
 
 def _time_on_gpu(function: Callable[[], Any], prepare: Callable[[], Any], repeats: int) -> list[tuple[float, float]]:
-    """By events, with no waiting in between: as in training, the host may run ahead, as far as it is fast enough."""
     events, host = [], []
     torch.cuda.synchronize()
     for _ in range(repeats):

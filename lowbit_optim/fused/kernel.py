@@ -21,7 +21,7 @@ PROGRAMS_PER_BUCKET = tl.constexpr(4096)
 # Kinds of tensors, as bits. A kernel is compiled for those that occur in a table.
 QUANTIZED = 1
 UNEVEN = 2  # memory that does not begin on 16 bytes, or blocks that do not: each element is loaded by itself
-N_KINDS = 4
+N_KINDS = tl.constexpr(4)
 
 # Triton wants its global constants marked
 _CODE_SHIFT = tl.constexpr(codec.CODE_SHIFT)
@@ -60,12 +60,14 @@ def lion_kernel(
     found_inf,  # pointer to float32, or None: unless 0, nothing is changed
     STEP_ON_DEVICE: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
+    LR_MAY_BE_ZERO: tl.constexpr,  # a check that costs 3 %
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,  # BLOCK, or the next power of 2
-    ROWS: tl.constexpr,  # a quarter as many uneven ones, since addresses take registers
+    ROWS: tl.constexpr,
+    UNEVEN_ROWS: tl.constexpr,
     KINDS: tl.constexpr,  # 1 << kind, for each that occurs
 ):
     if STEP_ON_DEVICE:
@@ -87,7 +89,7 @@ def lion_kernel(
     chunk = program - tl.load(first_program + tensor).to(tl.int32)
     fields = table + n_tensors + tensor * N_FIELDS
     kind = tl.load(fields)
-    for candidate in tl.static_range(4):
+    for candidate in tl.static_range(N_KINDS):
         if (KINDS >> candidate) & 1:  # known to the compiler; what is not set costs nothing
             if kind == candidate:
                 _step_blocks(
@@ -98,13 +100,13 @@ def lion_kernel(
                     scalars,
                     inverse_grad_scale,
                     found_inf,
-                    LR_ON_DEVICE,
+                    LR_MAY_BE_ZERO,
                     PARAM,
                     GRAD,
                     STOCHASTIC,
                     BLOCK if candidate & 1 else WIDTH,
                     WIDTH,
-                    (ROWS + 3) // 4 if candidate & 2 else ROWS,
+                    UNEVEN_ROWS if candidate & 2 else ROWS,
                     candidate & 1,
                     candidate & 2,
                 )
@@ -133,7 +135,7 @@ def _step_blocks(
     scalars,
     inverse_grad_scale,
     found_inf,
-    LR_ON_DEVICE: tl.constexpr,
+    LR_MAY_BE_ZERO: tl.constexpr,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -185,7 +187,7 @@ def _step_blocks(
         # exchanged among threads before they are stored
         exp_avg_ptr = tl.multiple_of(exp_avg_ptr, 8 if QUANTIZED else 16) + first
         # says to the compiler that a load of 16 elements is wholly inside or wholly outside
-        remaining = tl.minimum(numel - first, ROWS * WIDTH).to(tl.int32) // 16 * 16
+        remaining = tl.minimum(tl.maximum(numel - first, 0), ROWS * WIDTH).to(tl.int32) // 16 * 16
         offset = rows[:, None] * WIDTH + lanes
         has_block = rows * WIDTH < remaining
         mask = offset < remaining
@@ -213,7 +215,7 @@ def _step_blocks(
     if STOCHASTIC:
         key = tl.load(fields + 6)
         p = _stochastic_round(p, _rounding_noise(group, lane, key, step), PARAM)
-    if LR_ON_DEVICE:
+    if LR_MAY_BE_ZERO:
         if lr != 0.0:  # 0 * inf is NaN, and 0 + -0.0 is 0.0
             tl.store(param_ptr + offset, p.to(PARAM), mask)
     else:

@@ -1,6 +1,5 @@
 """The host's side of the fused step: which tensors share a launch, and the table in which the kernel finds them."""
 
-import functools
 import operator
 from array import array
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 _PROGRAM_NUMEL = 512
 _WARPS = 1  # then no thread waits for another warp's share of a block's maximum
 _ALIGNMENT = 16  # bytes of the widest load, and elements of one of codes
+_shape = operator.attrgetter("shape")
 _TRITON_DTYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -35,44 +35,43 @@ class FusedLion:
     """A Lion step of many tensors, in place and without waiting for the device.
 
     What is launched is planned once for tensors that stay where they are; gradients may move from step to step. For
-    ``updates`` see :class:`lowbit_optim.optimizer.Updates`; all are contiguous. ``options`` are the group's block size
-    (unquantised momentum is stepped in blocks, too), the seed, and whether to round 16-bit weights stochastically.
+    ``updates`` see :class:`lowbit_optim.optimizer.Updates`; parameters and gradients are plain and contiguous.
+    ``options`` are the group's block size (unquantised momentum is stepped in blocks, too), the seed, and whether to
+    round 16-bit weights stochastically.
     """
 
     def __init__(self) -> None:
         self._key: list[Any] = []
+        self._shapes: list[torch.Size] = []
         self._grads: list[int] = []
         self._launches: list[_Launch] = []
-        self._stochastic_rounding = False
 
-    def fits(self, updates: "Updates", options: tuple[int, int, bool]) -> bool:
-        """Whether these are the tensors of the plan, but for gradients elsewhere, which it remembers.
-
-        This is what a step costs the host. An address stands for a tensor: nothing else can be there.
-        """
-        if not all(map(Tensor.is_contiguous, updates.grads)):
-            return False
+    def takes(self, updates: "Updates", options: tuple[int, int, bool]) -> bool:
+        """Whether these are the tensors of the plan; only gradients may be elsewhere, which it takes note of."""
         self._grads = list(map(Tensor.data_ptr, updates.grads))
-        return self._key == _key(updates, options, self._grads)
+        return self._key == _key(updates, options, self._grads) and all(
+            map(operator.eq, map(_shape, updates.params), self._shapes)
+        )
 
     def plan(self, updates: "Updates", options: tuple[int, int, bool]) -> None:
-        """Raises RuntimeError if the state of a parameter is not what the kernel would take it for."""
-        block_size, seed, self._stochastic_rounding = options
+        """Raises RuntimeError if the state or the gradient of a parameter does not fit it."""
+        block_size, seed, stochastic_rounding = options
         launches: dict[tuple[Any, ...], _Launch] = {}
         for number, (param, grad, exp_avg, index) in enumerate(zip(*updates, strict=True)):
-            _check(param, exp_avg)
+            _check(param, grad, exp_avg)
             if param.numel() == 0:
                 continue
             block = block_size
             if isinstance(exp_avg, BlockwiseTensor):
                 block = _own_block_size(param.shape, exp_avg.block_size)
-            kind = (param.device, param.dtype, grad.dtype, block)
+            kind = (param.device, param.dtype, grad.dtype, block, stochastic_rounding)
             if kind not in launches:
                 launches[kind] = _Launch(*kind)
             launches[kind].add(number, param, grad, exp_avg, codec.noise_key(seed, index))
         self._launches = list(launches.values())
         self._grads = list(map(Tensor.data_ptr, updates.grads))
         self._key = _key(updates, options, self._grads)
+        self._shapes = [param.shape for param in updates.params]
 
     def run(
         self,
@@ -81,7 +80,7 @@ class FusedLion:
         inverse_grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Step the tensors that it was planned for, or that last fitted.
+        """Step the tensors that it was planned for, or last took.
 
         Args:
             scalars: ``lr, decay, beta1, grad_weight1, beta2, grad_weight2``; floats, or the first two 0-D float32.
@@ -90,19 +89,27 @@ class FusedLion:
                 other is 0, nothing changes.
         """
         for launch in self._launches:
-            launch.run(self._grads, scalars, step, self._stochastic_rounding, inverse_grad_scale, found_inf)
+            launch.run(self._grads, scalars, step, inverse_grad_scale, found_inf)
 
 
 def _key(updates: "Updates", options: tuple[int, int, bool], grads: list[int]) -> list[Any]:
-    """All that a plan is made from."""
+    """All that a plan is made from but shapes. Making it is most of what a step costs the host."""
     parts: list[Tensor] = []
+    block_sizes = []
     for exp_avg in updates.exp_avgs:
-        parts += (exp_avg.codes, exp_avg.scale) if isinstance(exp_avg, BlockwiseTensor) else (exp_avg,)
+        if isinstance(exp_avg, BlockwiseTensor):
+            parts += (exp_avg.codes, exp_avg.scale)
+            block_sizes.append(exp_avg.block_size)
+        else:
+            parts.append(exp_avg)
     return [
+        *block_sizes,
         *map(Tensor.data_ptr, updates.params),
+        *[param.dtype for param in updates.params],
         *map(Tensor.data_ptr, parts),
+        *map(Tensor.numel, updates.grads),
         *[grad.dtype for grad in updates.grads],
-        functools.reduce(operator.or_, grads, 0) % _ALIGNMENT and grads,
+        *[address % _ALIGNMENT for address in grads],
         options,
         updates.indices,
     ]
@@ -116,6 +123,7 @@ class _Launch:
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     block_size: int
+    stochastic_rounding: bool
     members: list[int] = field(default_factory=list)
     fields: array = field(default_factory=lambda: array("q"))
     first_programs: array = field(default_factory=lambda: array("q"))
@@ -131,11 +139,16 @@ class _Launch:
     def rows(self) -> int:
         return max(1, _PROGRAM_NUMEL // self.width)
 
+    @property
+    def uneven_rows(self) -> int:
+        """Fewer, since their addresses take registers."""
+        return max(1, self.rows // 4)
+
     def add(self, number: int, param: Tensor, grad: Tensor, exp_avg: Tensor, noise_key: int) -> None:
         """A tensor with at least one element; ``number`` is its place among the gradients."""
         kind, blocks, fields = _fields(param, grad, exp_avg, self.block_size)
         first_program = self.programs
-        self.programs += -(-blocks // ((self.rows + 3) // 4 if kind & UNEVEN else self.rows))
+        self.programs += -(-blocks // (self.uneven_rows if kind & UNEVEN else self.rows))
         n_buckets = -(-self.programs // PROGRAMS_PER_BUCKET.value)
         self.buckets.extend([len(self.members)] * (n_buckets - len(self.buckets)))
         self.members.append(number)
@@ -148,10 +161,10 @@ class _Launch:
         grads: list[int],
         scalars: Sequence[float | Tensor],
         step: int | Tensor,
-        stochastic_rounding: bool,
         inverse_grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
+        lr = scalars[0]
         with _current(self.device):
             lion_kernel[(self.programs,)](
                 self._make_table(grads),
@@ -161,15 +174,17 @@ class _Launch:
                 self._here(inverse_grad_scale),
                 self._here(found_inf),
                 STEP_ON_DEVICE=isinstance(step, Tensor),
-                LR_ON_DEVICE=isinstance(scalars[0], Tensor),
+                LR_ON_DEVICE=isinstance(lr, Tensor),
+                LR_MAY_BE_ZERO=isinstance(lr, Tensor) or lr == 0,
                 PARAM=_TRITON_DTYPES[self.param_dtype],
                 GRAD=_TRITON_DTYPES[self.grad_dtype],
-                STOCHASTIC=stochastic_rounding and self.param_dtype != torch.float32,
+                STOCHASTIC=self.stochastic_rounding and self.param_dtype != torch.float32,
                 BLOCK=self.block_size,
                 WIDTH=self.width,
                 ROWS=self.rows,
+                UNEVEN_ROWS=self.uneven_rows,
                 KINDS=self.kinds,
-                num_warps=_WARPS,
+                num_warps=max(_WARPS, self.width // _PROGRAM_NUMEL),
                 enable_fp_fusion=False,
             )
 
@@ -190,16 +205,23 @@ class _Launch:
         return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
-def _check(param: Tensor, exp_avg: Tensor) -> None:
-    """The kernel would write wherever a state that does not fit its parameter points to."""
-    parts = [exp_avg]
-    shapes = [param.shape]
-    dtypes = [torch.float32]
+def _check(param: Tensor, grad: Tensor, exp_avg: Tensor) -> None:
+    """The kernel would read and write wherever a tensor that does not fit points to."""
+    if grad.shape != param.shape or grad.device != param.device:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} on {param.device} has a gradient of shape {tuple(grad.shape)} "
+            f"on {grad.device}, from before it was changed: set p.grad = None when p.data is replaced"
+        )
+    if grad.dtype not in _TRITON_DTYPES:
+        raise TypeError(
+            f"a parameter of shape {tuple(param.shape)} has a gradient of {grad.dtype}; float64, float32, bfloat16 and "
+            "float16 are allowed with the fused step"
+        )
+    parts = [(exp_avg, param.shape, torch.float32)]
     if isinstance(exp_avg, BlockwiseTensor):
-        parts = [exp_avg.codes, exp_avg.scale]
-        shapes = [param.shape, torch.Size(codec.scale_shape(param.shape, exp_avg.block_size))]
-        dtypes = [torch.int8, codec.SCALE_DTYPE]
-    for part, shape, dtype in zip(parts, shapes, dtypes, strict=True):
+        scale_shape = torch.Size(codec.scale_shape(param.shape, exp_avg.block_size))
+        parts = [(exp_avg.codes, param.shape, torch.int8), (exp_avg.scale, scale_shape, codec.SCALE_DTYPE)]
+    for part, shape, dtype in parts:
         if part.device != param.device or part.shape != shape or part.dtype != dtype or not part.is_contiguous():
             raise RuntimeError(
                 f"the state of a parameter of shape {tuple(param.shape)} on {param.device} was changed: there is a "

@@ -253,7 +253,7 @@ def test_copies_and_pickles_start_their_own_launches(fused_device: str) -> None:
 def test_fused_true_on_a_cpu_says_what_it_needs() -> None:
     optimizer = Lion8bit(parameters("cpu", torch.float32), fused=True)
     set_grads(optimizer, 0)
-    with pytest.raises(RuntimeError, match=r"fused=True, and a parameter of shape \(6, 128\) on cpu .* needs CUDA"):
+    with pytest.raises(RuntimeError, match=r"fused=True, .* shape \(6, 128\) .* on cpu, and the kernel needs CUDA"):
         optimizer.step()
 
 
@@ -263,6 +263,104 @@ def test_fused_true_without_triton_is_refused_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(options, "has_triton_package", lambda: False)
     with pytest.raises(RuntimeError, match="fused=True needs Triton"):
         Lion([nn.Parameter(torch.ones(3))], fused=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.data[:3],
+        lambda p: p.data.view(12, 64),
+        lambda p: p.data.view(torch.float16),
+        lambda p: p.data.as_strided((6, 128), (1, 6)),
+    ],
+    ids=["rows", "shape", "dtype", "strides"],
+)
+def test_a_parameter_changed_where_it_is_keeps_no_old_plan(fused_device: str, change: Any) -> None:
+    """``p.data`` replaced by another view of the same memory: the same as without the fused step, or an error."""
+    results = []
+    for fused in (None, False):
+        whole = torch.ones(6, 128, dtype=torch.bfloat16, device=fused_device)
+        p = nn.Parameter(whole)
+        optimizer = Lion8bit([p], lr=1e-2, min_quantized_numel=0, fused=fused)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        p.grad = None
+        p.data = change(p)
+        p.grad = torch.linspace(-1, 1, p.numel(), device=fused_device).to(p.dtype).view(p.shape)
+        try:
+            optimizer.step()
+            results.append(whole)
+        except (RuntimeError, TypeError):
+            results.append(None)
+    if results[0] is not None:
+        assert results[1] is not None
+        assert torch.equal(bits(results[0]), bits(results[1]))
+
+
+def test_a_parameter_frozen_in_the_first_step_trains_later(fused_device: str) -> None:
+    for optimizer in pair(fused_device):
+        params = all_parameters(optimizer)
+        params[0].requires_grad_(False)
+        set_grads(optimizer, 0)
+        optimizer.step()
+        params[0].requires_grad_(True)
+        before = params[0].detach().clone()
+        set_grads(optimizer, 1)
+        optimizer.step()
+        assert not torch.equal(params[0], before)
+
+
+@pytest.mark.parametrize("wrong", ["state", "lr", "gradient"])
+def test_nothing_moves_if_a_later_group_is_wrong(fused_device: str, wrong: str) -> None:
+    for fused in (None, False):
+        first, second = parameters(fused_device, torch.bfloat16, [(6, 128), (5, 75)])
+        optimizer = Lion8bit([{"params": first}, {"params": second}], lr=1e-2, min_quantized_numel=0, fused=fused)
+        set_grads(optimizer, 0)
+        optimizer.step()
+        if wrong == "state" and fused is None:
+            optimizer.state[second]["exp_avg"] = OptimState8bit.zeros((2, 128), device=fused_device)
+        elif wrong == "lr":
+            optimizer.param_groups[1]["lr"] = float("nan")
+        else:
+            second.grad = second.grad.to_sparse()
+        before = first.detach().clone()
+        with pytest.raises((RuntimeError, ValueError)):
+            optimizer.step()
+        assert torch.equal(first, before)
+        assert [int(group["step"]) for group in optimizer.param_groups] == [1, 1]
+
+
+def test_a_gradient_from_before_its_parameter_grew_is_named(fused_device: str) -> None:
+    p = nn.Parameter(torch.ones(4, 64, device=fused_device))
+    p.grad = torch.ones_like(p)
+    p.data = torch.ones(8, 64, device=fused_device)
+    with pytest.raises(RuntimeError, match=r"\(8, 64\) .* has a gradient of shape \(4, 64\)"):
+        Lion8bit([p], lr=1e-2).step()
+
+
+def test_gradients_of_a_tensor_subclass(fused_device: str) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    results = []
+    for fused in (None, False):
+        p = parameters(fused_device, torch.float32, [(6, 128)])[0]
+        optimizer = Lion8bit([p], lr=1e-2, min_quantized_numel=0, fused=fused)
+        for step in range(3):
+            torch.manual_seed(step)
+            grad = torch.randn(6, 128).to(fused_device)
+            p.grad = grad if step == 0 else TwoTensor(grad, grad)
+            optimizer.step()
+        results.append(optimizer)
+    assert_equal(*results)
+
+
+def test_a_grad_scaler_and_a_compiled_step_do_not_mix_silently(fused_device: str) -> None:
+    optimizer = pair(fused_device)[0]
+    set_grads(optimizer, 0)
+    optimizer.grad_scale = torch.tensor([2.0**16], device=fused_device)
+    optimizer.found_inf = torch.tensor([0.0], device=fused_device)
+    with torch.compiler.set_stance("default"), pytest.raises(Exception, match="GradScaler left its scale"):
+        torch.compile(optimizer.step, backend="eager")()
 
 
 # --- On a GPU ---------------------------------------------------------------------------------------------------------
@@ -325,14 +423,14 @@ def test_a_captured_graph_follows_its_schedule() -> None:
 
 
 @gpu_only
-@pytest.mark.parametrize("missing", ["state", "lr"])
+@pytest.mark.parametrize("missing", ["state", "lr", "lr of 0"])
 def test_what_a_graph_cannot_capture_is_said(missing: str) -> None:
-    lr = 1e-2 if missing == "lr" else torch.tensor(1e-2, device="cuda")
+    lr = {"state": torch.tensor(1e-2, device="cuda"), "lr": 1e-2, "lr of 0": 0.0}[missing]
     optimizer = Lion8bit(parameters("cuda", torch.bfloat16), lr=lr)
     set_grads(optimizer, 0)
-    if missing == "lr":
+    if missing != "state":
         optimizer.step()
-    message = {"state": "before it is captured", "lr": "learning rate .* tensor on the device"}[missing]
+    message = "before it is captured" if missing == "state" else "learning rate .* tensor on the device"
     with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
 

@@ -97,7 +97,7 @@ class Fused:
         found_inf: Tensor | None = None,
     ) -> None:
         updates, options = Updates(params, grads, states, list(range(len(params)))), (block_size, 0, rounding)
-        if not self.step.fits(updates, options):
+        if not self.step.takes(updates, options):
             self.step.plan(updates, options)
             self.plans += 1
         self.step.run(scalars, step, inverse_grad_scale, found_inf)
@@ -269,8 +269,10 @@ def test_more_elements_than_an_int32_counts() -> None:
         g = torch.zeros_like(p)
         g.view(-1)[-64:] = torch.randn(64, device="cuda")
         m = OptimState8bit.zeros(p.shape, device="cuda") if quantize else torch.zeros(p.shape, device="cuda")
+        Fused()([p], [g], [m], 1, rounding=False, found_inf=torch.ones(1, device="cuda"))
+        assert (p.view(-1)[-(2**20) :] == 0.5).all(), "found_inf holds for every element"
         Fused()([p], [g], [m], 1, rounding=False)
-        ours = [p.view(-1)[-64:].clone(), (m.dequantize() if False else parts(m)[0]).view(-1)[-64:].clone()]
+        ours = [p.view(-1)[-64:].clone(), parts(m)[0].view(-1)[-64:].clone()]
         theirs = [torch.full((1, 64), 0.5, dtype=torch.bfloat16, device="cuda"), g.view(-1)[-64:].view(1, 64)]
         state = OptimState8bit.zeros((1, 64), device="cuda") if quantize else torch.zeros(1, 64, device="cuda")
         scalars = [torch.tensor(value, dtype=torch.float32) for value in SCALARS]
