@@ -92,7 +92,7 @@ def plot(rows: list[Row], copy_bytes_per_s: float, path: Path) -> None:
     figure = Figure(figsize=(9, 0.3 * sum(heights) + 0.4), layout="constrained")
     all_axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for axes, panel in zip(all_axes, panels, strict=True):
-        _draw_panel(axes, panel, lambda row: 1e3 * row["moved_bytes"] / copy_bytes_per_s)
+        _draw_panel(axes, panel, lambda row: 1e3 * row.get("moved_bytes", 0) / copy_bytes_per_s)
     all_axes[-1].set_xlabel("ms; whole optimizer.step(), and in dark what its bytes take at copy bandwidth")
     figure.savefig(path, dpi=150)
 

@@ -94,19 +94,15 @@ class FusedLion:
 
 def _key(updates: "Updates", options: tuple[int, int, bool], grads: list[int]) -> list[Any]:
     """All that a plan is made from but shapes. Making it is most of what a step costs the host."""
-    parts: list[Tensor] = []
-    block_sizes = []
-    for exp_avg in updates.exp_avgs:
-        if isinstance(exp_avg, BlockwiseTensor):
-            parts += (exp_avg.codes, exp_avg.scale)
-            block_sizes.append(exp_avg.block_size)
-        else:
-            parts.append(exp_avg)
+    plain = [exp_avg for exp_avg in updates.exp_avgs if type(exp_avg) is Tensor]
+    quantized: list[Any] = [exp_avg for exp_avg in updates.exp_avgs if type(exp_avg) is not Tensor]
     return [
-        *block_sizes,
+        *map(Tensor.data_ptr, plain),
+        *map(Tensor.data_ptr, [exp_avg.codes for exp_avg in quantized]),
+        *map(Tensor.data_ptr, [exp_avg.scale for exp_avg in quantized]),
+        *[exp_avg.block_size for exp_avg in quantized],
         *map(Tensor.data_ptr, updates.params),
         *[param.dtype for param in updates.params],
-        *map(Tensor.data_ptr, parts),
         *map(Tensor.numel, updates.grads),
         *[grad.dtype for grad in updates.grads],
         *[address % _ALIGNMENT for address in grads],
