@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
@@ -10,10 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowbit_optim import checkpoint, codec
+from lowbit_optim import checkpoint, codec, sharding, shards
 from lowbit_optim.compiled import CompiledUpdate, UpdateFunction
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
-from lowbit_optim.subclasses import OptimState8bit
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -45,9 +45,10 @@ class LowBitOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             for p in group["params"]:
+                sharding.check_not_flattened(p)
                 if p.requires_grad:
                     _check_dtype(p)
-        except TypeError:
+        except (TypeError, NotImplementedError):
             self.param_groups.pop()
             raise
         group["lr"] = _copy(group["lr"])  # a scheduler writes into a tensor, and groups may have been given the same
@@ -73,12 +74,9 @@ class LowBitOptimizer(Optimizer):
         )
 
     def _new_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Zero state; contiguous and of plain tensors, whatever the parameter is."""
-        _check_not_sharded(p)
+        """Zero state, contiguous; of DTensors if the parameter is one, else of plain tensors."""
         _check_dtype(p)
-        if self._is_quantized(p, group):
-            return {"exp_avg": OptimState8bit.zeros(p.shape, group["block_size"], device=p.device)}
-        return {"exp_avg": torch.zeros(p.shape, dtype=torch.float32, device=p.device)}
+        return {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
 
     @torch.compiler.disable
     def _init_missing_state(self) -> None:
@@ -89,7 +87,7 @@ class LowBitOptimizer(Optimizer):
                     self.state[p] = self._new_state(p, group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, with plain tensors alone: an 8-bit momentum is ``{"codes": int8, "scale": int16}``."""
+        """As in torch.optim, with plain tensors alone: an 8-bit momentum is ``{"codes": int8, "scale": uint8}``."""
         handle = self.register_state_dict_post_hook(_pack_state_dict, prepend=True)
         try:
             return super().state_dict()
@@ -123,13 +121,16 @@ class LowBitOptimizer(Optimizer):
         update = type(self).update
         if not torch.compiler.is_compiling():  # inside a user's own graph, that compiler fuses it
             update = _compiled_update(update)
-        first_index = 0
+        first_index, shared_blocks = 0, sharding.SharedBlocks()
         for group in self.param_groups:
-            self._step_group(group, first_index, update)
+            self._step_group(group, first_index, update, shared_blocks)
             first_index += len(group["params"])
+        shared_blocks.encode()
         return loss
 
-    def _step_group(self, group: dict[str, Any], first_index: int, update: UpdateFunction) -> None:
+    def _step_group(
+        self, group: dict[str, Any], first_index: int, update: UpdateFunction, shared_blocks: sharding.SharedBlocks
+    ) -> None:
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
             group.setdefault("initial_lr", _copy(group["lr"]))
         moves_weights = _advance_step(group)
@@ -141,8 +142,9 @@ class LowBitOptimizer(Optimizer):
                 scalars[p.device] = self._scalars(group, p.device)
             noise = self._noise(p, index, group)
             # 0 * inf is NaN, and 0 + -0.0 is 0.0: at lr 0 the update gets a copy, so that no weight can change
-            target = p if moves_weights else p.detach().clone()
-            _update_param(update, target, p.grad, self.state[p]["exp_avg"], *scalars[p.device], *noise)
+            target = shards.to_local(p if moves_weights else p.detach().clone())
+            exp_avg = shared_blocks.decode(self.state[p]["exp_avg"])
+            _update_param(update, p, target, sharding.local_grad(p), exp_avg, scalars[p.device], noise)
 
     def _noise(self, p: Tensor, index: int, group: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         if not group["stochastic_rounding"] or p.dtype == torch.float32:
@@ -151,8 +153,10 @@ class LowBitOptimizer(Optimizer):
 
     def _check_params(self) -> None:
         """Before any of them moves."""
-        params = (p for group in self.param_groups for p in group["params"])
+        params = [p for group in self.param_groups for p in group["params"]]
+        _warn_if_none_has_a_gradient(params)
         for index, p in enumerate(params):
+            sharding.check(p, f"parameter {index}")
             if p.grad is None:
                 continue
             _check_dtype(p)
@@ -163,18 +167,37 @@ class LowBitOptimizer(Optimizer):
                 )
 
 
+def _warn_if_none_has_a_gradient(params: list[Tensor]) -> None:
+    """What replaces a model's parameters leaves an optimizer with the old ones, which it would step in vain."""
+    if all(p.grad is None for p in params) and any(p.requires_grad for p in params):
+        message = (
+            "no parameter has a gradient, so this step changes nothing. If fully_shard or model.to_empty has replaced "
+            "the model's parameters since, build the optimizer after it, or put the new ones into param_groups."
+        )
+        warnings.warn(message, stacklevel=6)
+
+
 def _is_trained(p: Tensor) -> bool:
     return p.requires_grad or p.grad is not None
 
 
-def _update_param(update: UpdateFunction, p: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
-    """Where the parameter's memory is not simply its elements in order, on a copy of them."""
-    if is_traceable_wrapper_subclass(p) or not p.is_contiguous():
-        values = torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(p)
-        update(values, grad.contiguous(), exp_avg, *scalars)
+def _update_param(
+    update: UpdateFunction,
+    whole: Tensor,
+    p: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    scalars: tuple[Tensor, ...],
+    noise: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """``p`` is what this rank holds. Where its memory is not simply its elements in order, on a copy of them."""
+    copied = is_traceable_wrapper_subclass(p) or not p.is_contiguous()
+    # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
+    values = torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(p) if copied else p.detach()
+    for step in sharding.local_steps(whole, values, grad.contiguous(), exp_avg, noisy=noise[0] is not None):
+        update(step.param, step.grad, step.exp_avg, *scalars, *noise, step.position)
+    if copied:
         p.copy_(values)
-    else:  # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
-        update(p.detach(), grad.contiguous(), exp_avg, *scalars)
 
 
 @functools.cache
@@ -266,12 +289,4 @@ def _check_dtype(p: Tensor) -> None:
         raise TypeError(
             f"a parameter of shape {tuple(p.shape)} is {p.dtype}; parameters must be float32, bfloat16 or float16. "
             "Convert the model with model.to(torch.float32), or leave the parameter out."
-        )
-
-
-def _check_not_sharded(p: Tensor) -> None:
-    if hasattr(p, "device_mesh"):  # a DTensor; asking for its class would import torch.distributed
-        raise NotImplementedError(
-            f"a parameter of shape {tuple(p.shape)} is a DTensor (FSDP2, tensor parallel), which is not available yet: "
-            "train on one device, or with DistributedDataParallel"
         )
