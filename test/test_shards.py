@@ -102,10 +102,10 @@ def test_strided_shards(shape: tuple[int, ...], factor: int) -> None:
 
 
 def test_a_strided_shard_of_its_own_is_refused_if_torch_reads_it_in_two_ways() -> None:
-    """13 rows over 2 for tensor parallelism are 7 and 6, over 3 for FSDP 3, 3, 1 and 2, 2, 2; torch thinks otherwise."""
+    """13 rows over 2 for tensor parallelism are 7 and 6; over 3 for FSDP, 3, 3, 1 and 2, 2, 2. Not so in torch."""
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     for mesh in ranks((3, 2)):  # on every rank, not on those alone that hold something else
-        with pytest.raises(ValueError, match="dimension 0 of a parameter has size 13.*unevenly"):
+        with pytest.raises(ValueError, match=r"dimension 0 of a parameter has size 13.*unevenly"):
             shards._shard((13, 64), placements, mesh)
 
 

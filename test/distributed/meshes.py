@@ -49,6 +49,7 @@ def initial(shape: Shape) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+@functools.cache
 def gradient(shape: Shape, step: int) -> Tensor:
     """Of magnitudes from 1e-6 to 1, fp32."""
     generator = torch.Generator().manual_seed(1000 * step + sum(shape))

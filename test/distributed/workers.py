@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 _TIMEOUT_S = 300
+# Imported once, in a process that ranks are forked from: it takes seconds, and none of it starts a thread or a GPU.
+_PRELOADED = ["lowbit_optim", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
 
 
 class Ranks:
@@ -46,7 +48,8 @@ class Ranks:
 
 class _Group:
     def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
