@@ -182,8 +182,7 @@ def reference(shapes: tuple[Shape, ...], steps: int, dtype: torch.dtype = torch.
     """One process, uncompiled."""
     bag = ONE.make(shapes, dtype)
     optimizer = Lion8bit(bag.parameters(), **OPTIONS)
-    with torch.compiler.set_stance("force_eager"):
-        train(ONE, optimizer, steps)
+    train(ONE, optimizer, steps)
     return optimizer
 
 

@@ -46,8 +46,7 @@ def _every_mesh(world_size: int) -> None:
         if mesh.world_size == world_size:
             bag = mesh.make(SHAPES)
             optimizer = Lion8bit(bag.parameters(), **OPTIONS)
-            with torch.compiler.set_stance("force_eager"):
-                meshes.train(mesh, optimizer, 20)
+            meshes.train(mesh, optimizer, 20)
             meshes.assert_same_bits(mesh, optimizer, meshes.reference(tuple(SHAPES), 20))
 
 
@@ -62,7 +61,8 @@ def _compiled() -> None:
     for mesh in (make_meshes(shapes)["2"], by_hand((2,), Shard(-1))):
         bag = mesh.make(shapes)
         optimizer = Lion8bit(bag.parameters(), **OPTIONS)
-        meshes.train(mesh, optimizer, 3)
+        with torch.compiler.set_stance("default"):
+            meshes.train(mesh, optimizer, 3)
         meshes.assert_same_bits(mesh, optimizer, meshes.reference(tuple(shapes), 3))
 
 
@@ -78,11 +78,10 @@ def _ddp() -> list[Tensor]:
     replica = DistributedDataParallel(model)
     optimizer = Lion8bit(replica.parameters(), lr=1e-3, weight_decay=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with torch.compiler.set_stance("force_eager"):
-        for _ in range(100):
-            replica(torch.randn(4, 64, generator=generator).to(device(), torch.bfloat16)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for _ in range(100):
+        replica(torch.randn(4, 64, generator=generator).to(device(), torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return [p.detach().cpu() for p in model.parameters()]
 
 
@@ -97,11 +96,10 @@ def test_only_shared_blocks_need_other_ranks(ranks: Ranks) -> None:
 def _collectives() -> None:
     for mesh, expected in [(make_meshes(SHAPES)["2"], 0), (by_hand((2,), Shard(-1)), 1)]:
         optimizer = Lion8bit(mesh.make(SHAPES).parameters(), **OPTIONS)
-        with torch.compiler.set_stance("force_eager"):
-            meshes.train(mesh, optimizer, 1)
-            meshes.set_gradients(mesh, meshes.parameters(optimizer), 1)
-            with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                optimizer.step()
+        meshes.train(mesh, optimizer, 1)
+        meshes.set_gradients(mesh, meshes.parameters(optimizer), 1)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            optimizer.step()
         calls = [event.name for event in profiler.events() if event.name.startswith(("gloo:", "nccl:"))]
         assert len(calls) == expected, calls
 
@@ -117,8 +115,7 @@ def _partial_gradient() -> None:
         whole = meshes.gradient(tuple(p.shape), 0).to(device())
         halves = whole / 2  # exactly
         p.grad = DTensor.from_local(halves, p.device_mesh, [Partial()], shape=p.shape, stride=p.stride())
-    with torch.compiler.set_stance("force_eager"):
-        optimizer.step()
+    optimizer.step()
     meshes.assert_same_bits(mesh, optimizer, meshes.reference(tuple(SHAPES), 1, torch.float32))
 
 
@@ -135,8 +132,7 @@ def test_what_is_quantised_depends_on_the_whole_parameter(ranks: Ranks) -> None:
 def _kinds(mesh_shape: tuple[int, int]) -> list[str]:
     mesh = by_hand(mesh_shape, Shard(0), Shard(1))
     optimizer = Lion8bit(mesh.make([(6, 1024), (15, 512), (15, 256)]).parameters())
-    with torch.compiler.set_stance("force_eager"):
-        meshes.train(mesh, optimizer, 1)
+    meshes.train(mesh, optimizer, 1)
     return [type(optimizer.state[p]["exp_avg"]).__name__ for p in meshes.parameters(optimizer)]
 
 
@@ -166,13 +162,12 @@ def _backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
 
 
 def _fsdp_models() -> None:
-    with torch.compiler.set_stance("force_eager"):
-        expected = _trained(_net())
-        for build in (_sharded, _offloaded, _from_meta):
-            _assert_equal(_trained(build()), expected)
-        _assert_equal(_built_before(), expected)
-        _assert_equal(_stepped_in_backward(), expected)
-        _assert_equal(_gradients_left_set(), expected)
+    expected = _trained(_net())
+    for build in (_sharded, _offloaded, _from_meta):
+        _assert_equal(_trained(build()), expected)
+    _assert_equal(_built_before(), expected)
+    _assert_equal(_stepped_in_backward(), expected)
+    _assert_equal(_gradients_left_set(), expected)
 
 
 def _options() -> dict[str, Any]:
@@ -282,10 +277,9 @@ def _many_small_updates() -> Tensor:
     whole = torch.ones(128, 64, dtype=torch.bfloat16, device=device())
     p = nn.Parameter(distribute_tensor(whole, meshes.device_mesh((2,)), [Shard(0)]))
     optimizer = Lion8bit([p], lr=1e-4)
-    with torch.compiler.set_stance("force_eager"):
-        for _ in range(100):
-            p.grad = torch.ones_like(p)
-            optimizer.step()
+    for _ in range(100):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
     return p.to_local().detach().cpu()
 
 
