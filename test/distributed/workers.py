@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_TIMEOUT_S = 60
+_TIMEOUT_S = 180
 # Imported once, in a process that ranks are forked from: it takes seconds, and none of it starts a thread or a GPU.
 _PRELOADED = ["lowbit_optim", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
 
