@@ -318,10 +318,9 @@ def _is_block_cut(
         splits = _splits(row_dim, placements, mesh_shape, coordinate)
         blocks = []
         for start, length in _runs(shape[row_dim], splits):
-            start, end = start * inner, (start + length) * inner
-            if start % block_size or (end % block_size and end != row_length):
+            if start * inner % block_size:  # or an end, which is where another rank starts, or the end of the row
                 return True
-            blocks.append((start // block_size, codec.blocks_per_row(end - start, block_size)))
+            blocks.append((start * inner // block_size, codec.blocks_per_row(length * inner, block_size)))
         if tuple(blocks) != _runs(n_blocks, splits):
             return True
     return False
