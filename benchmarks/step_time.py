@@ -6,8 +6,10 @@ python benchmarks/step_time.py --optimizers 'flashoptim.FlashLion(master_weight_
 python benchmarks/step_time.py --show benchmarks/results/step_time_nvidia_h200.json --plot
 
 Every row is measured in a process of its own, with nothing compiled yet. Rows are in the results file as soon as they
-are measured. "% of copy" is the bytes that the optimizer has to read and write (weights and state both ways, gradients
-one way), over the step's time, in per cent of a device-to-device copy measured at the start of the run.
+are measured. "step" is the time on the GPU with the host running ahead, as it does behind a backward pass; "from idle"
+begins with the GPU waiting for the host. "% of copy" is the bytes that the optimizer has to read and write (weights and
+state both ways, gradients one way), over the step's time, in per cent of a device-to-device copy measured at the start
+of the run.
 """
 
 import argparse

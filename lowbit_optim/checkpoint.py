@@ -366,12 +366,12 @@ def _read_options(saved: _SavedGroup, where: str) -> dict[str, Any]:
     steps = [state["step"] for state in saved.states if state and "step" in state]  # bitsandbytes: one a parameter
     if steps:
         options.setdefault("step", max(steps))
-    for key in {"weight_decay", "initial_lr", "step"} & set(options):
+    for key in {"weight_decay", "initial_lr"} & set(options):
         _check_number(options[key], key, where)
     if "lr" in options and not (_is_number(options["lr"]) and math.isfinite(options["lr"])):
         raise ValueError(f"{where}: lr is {options['lr']!r} in the checkpoint. It must be a finite number.")
     if "step" in options:
-        options["step"] = int(options["step"])
+        options["step"] = _read_step(options["step"], where)
     if "betas" in options:
         _check_betas(options["betas"], where)
         options["betas"] = tuple(options["betas"])  # torch's full state dicts make it a list
@@ -385,8 +385,15 @@ def _check_complete(options: dict[str, Any], where: str) -> None:
 
 
 def _check_number(value: Any, key: str, where: str) -> None:
-    if not (_is_number(value) and 0 <= float(value) < (2**63 if key == "step" else math.inf)):
+    if not (_is_number(value) and 0 <= float(value) < math.inf):
         raise ValueError(f"{where}: {key} is {value!r} in the checkpoint. It must be a finite number of at least 0.")
+
+
+def _read_step(value: Any, where: str) -> int:
+    """Other optimizers keep it as a float."""
+    if not (_is_number(value) and 0 <= float(value) < 2**63 and float(value).is_integer()):
+        raise ValueError(f"{where}: step is {value!r} in the checkpoint. It must be a whole number of at least 0.")
+    return int(value)
 
 
 def _check_betas(betas: Any, where: str) -> None:

@@ -22,19 +22,19 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 # A code is a point on a mu-law curve (mu ~ 15) made of straight pieces, as in ITU-T G.711: with x = |value| / scale in
 # [0, 1], y = 1 + 14.75 x spans [1, 15.75], and the code counts steps of 1/32 octave from 1.0 in y's own float bits:
 # 4 octaves of 32 steps are the codes 0 ... 127.
-_SPAN = 14.75
-_ONE_BITS = 0x3F800000  # the bits of 1.0f
+SPAN = 14.75
+ONE_BITS = 0x3F800000  # the bits of 1.0f
 SIGN_BIT = -0x80000000
-_CODE_SHIFT = 18  # 23 mantissa bits, of which 5 are kept
-_INVERSE_SPAN = 1.0 / _SPAN
+CODE_SHIFT = 18  # 23 mantissa bits, of which 5 are kept
+INVERSE_SPAN = 1.0 / SPAN
 
 # A scale is the upper 16 bits of a float32 after its sign, which it does not need: 8 of exponent and 8 of mantissa.
 # So it cannot underflow before the momentum would, and is twice as fine as bfloat16, which matters where no gradient
 # comes for long: there the scale alone has to decay, by 1 - beta2 a step.
 SCALE_DTYPE = torch.int16
-_SCALE_SHIFT = 15
-_MIN_SCALE_BITS = (127 - 112) << 23  # 2**-112; the smallest value it gives, 2**-121, is still a normal number
-_MAX_SCALE_BITS = 0x7F7F8000  # the largest finite scale
+SCALE_SHIFT = 15
+MIN_SCALE_BITS = (127 - 112) << 23  # 2**-112; the smallest value it gives, 2**-121, is still a normal number
+MAX_SCALE_BITS = 0x7F7F8000  # the largest finite scale
 
 
 # --- Blocks ---------------------------------------------------------------------------------------------------------
@@ -113,19 +113,19 @@ def scale_from_absmax(absmax: Tensor) -> Tensor:
     Zero if the maximum is below 2**-112 (2e-34), so that no decoded value is subnormal: some devices flush those.
     """
     bits = absmax.view(torch.int32)
-    half = 1 << (_SCALE_SHIFT - 1)
-    rounded = (bits + (half - 1) + ((bits >> _SCALE_SHIFT) & 1)) & -(1 << _SCALE_SHIFT)
-    return torch.where(bits < _MIN_SCALE_BITS, 0, rounded.clamp(max=_MAX_SCALE_BITS)).view(torch.float32)
+    half = 1 << (SCALE_SHIFT - 1)
+    rounded = (bits + (half - 1) + ((bits >> SCALE_SHIFT) & 1)) & -(1 << SCALE_SHIFT)
+    return torch.where(bits < MIN_SCALE_BITS, 0, rounded.clamp(max=MAX_SCALE_BITS)).view(torch.float32)
 
 
 def pack_scale(scale: Tensor) -> Tensor:
     """fp32 from :func:`scale_from_absmax` -> int16, as it is stored."""
-    return (scale.view(torch.int32) >> _SCALE_SHIFT).to(SCALE_DTYPE)
+    return (scale.view(torch.int32) >> SCALE_SHIFT).to(SCALE_DTYPE)
 
 
 def unpack_scale(stored: Tensor) -> Tensor:
     """int16 -> fp32."""
-    return ((stored.to(torch.int32) & 0xFFFF) << _SCALE_SHIFT).view(torch.float32)
+    return ((stored.to(torch.int32) & 0xFFFF) << SCALE_SHIFT).view(torch.float32)
 
 
 def _inverse_scale(scale: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def _inverse_scale(scale: Tensor) -> Tensor:
     A GPU's fast division is off by up to 2 units in the last of 24 bits. A scale has 9 bits, and no quotient comes
     within 15 units of where rounding to 11 bits would tip, so every device gets the same result.
     """
-    bits = (_SPAN / scale).view(torch.int32)
+    bits = (SPAN / scale).view(torch.int32)
     rounded = ((bits + 0x1000) & -0x2000).view(torch.float32)
     return torch.where(scale > 0, rounded, 0.0)
 
@@ -142,7 +142,7 @@ def _inverse_scale(scale: Tensor) -> Tensor:
 def _encode_blocks(x: Tensor, scale: Tensor) -> Tensor:
     """fp32 values and their broadcastable fp32 scale -> int8 codes. ``|x| <= scale`` up to the scale's rounding."""
     y = x.abs() * _inverse_scale(scale) + 1.0
-    magnitude = (y.view(torch.int32) - (_ONE_BITS - (1 << (_CODE_SHIFT - 1)))) >> _CODE_SHIFT
+    magnitude = (y.view(torch.int32) - (ONE_BITS - (1 << (CODE_SHIFT - 1)))) >> CODE_SHIFT
     sign = x.view(torch.int32) >> 31  # 0 or -1
     return ((magnitude ^ sign) - sign).to(torch.int8)
 
@@ -150,8 +150,8 @@ def _encode_blocks(x: Tensor, scale: Tensor) -> Tensor:
 def _decode_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     """int8 codes and their broadcastable fp32 scale -> fp32 values."""
     code = codes.to(torch.int32)
-    y = ((code.abs() << _CODE_SHIFT) + _ONE_BITS).view(torch.float32)
-    magnitude = (y - 1.0) * (scale * _INVERSE_SPAN)
+    y = ((code.abs() << CODE_SHIFT) + ONE_BITS).view(torch.float32)
+    magnitude = (y - 1.0) * (scale * INVERSE_SPAN)
     return (magnitude.view(torch.int32) | (code & SIGN_BIT)).view(torch.float32)
 
 
@@ -206,9 +206,8 @@ def decode_part(codes: Tensor, scale: Tensor, block: Tensor) -> Tensor:
 # consecutive elements, since it would otherwise cost as much time as the rest of the step.
 
 NOISE_LANES = 64
-_MIX_A, _MIX_B, _STEP = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B1 - (1 << 32)
-_MAX_BFLOAT16 = torch.finfo(torch.bfloat16).max
-_LANE, _LANE_BASE = 0x3C6EF362, 0x2C1B3C6D
+MIX_A, MIX_B, MIX_STEP = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B1 - (1 << 32)
+LANE_STEP, LANE_BASE = 0x3C6EF362, 0x2C1B3C6D
 
 
 def _shift_right(x: Tensor, n: int) -> Tensor:
@@ -231,15 +230,15 @@ def rounding_noise(group: Tensor, lane: Tensor, key: Tensor, step: Tensor) -> Te
         step: 0-D int64, the number of the step.
     """
     key_low, key_high = key.to(torch.int32), (key >> 32).to(torch.int32)
-    h = _multiply(group ^ key_low, _MIX_A)
-    h = h ^ _shift_right(h, 15) ^ (step * _STEP + key_high).to(torch.int32)
-    h = _multiply(h, _MIX_B)
+    h = _multiply(group ^ key_low, MIX_A)
+    h = h ^ _shift_right(h, 15) ^ (step * MIX_STEP + key_high).to(torch.int32)
+    h = _multiply(h, MIX_B)
     h = h ^ _shift_right(h, 16)
-    h = _multiply(h, _MIX_A)
+    h = _multiply(h, MIX_A)
     h = h ^ _shift_right(h, 15)
     # One odd multiplier a lane: uniform in each lane, and uncorrelated between any two, since no small multiples of
     # two multipliers agree.
-    multiplier = _multiply(lane, _LANE) ^ _LANE_BASE
+    multiplier = _multiply(lane, LANE_STEP) ^ LANE_BASE
     return _shift_right(_multiply(h, multiplier), 16)
 
 
@@ -299,12 +298,11 @@ def stochastic_round(x: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
         noise: int32, 16 uniform bits an element (:func:`rounding_noise`).
         dtype: ``torch.bfloat16`` or ``torch.float16``.
 
-    From the largest finite value of ``dtype`` on, and for NaN and infinity, this is ordinary conversion.
+    Beyond the largest finite value of ``dtype`` this may give infinity. Infinity and NaN stay what they are.
     """
     if dtype == torch.bfloat16:
         rounded = ((x.view(torch.int32) + noise) & -0x10000).view(torch.float32)
-        # not from the largest bfloat16 on: noise would make an infinity, and turn a NaN into a number
-        return torch.where(x.abs() < _MAX_BFLOAT16, rounded, x).to(dtype)
+        return torch.where(x.isnan(), x, rounded).to(dtype)  # noise would turn a NaN into a number
     if dtype == torch.float16:
         # Below 2**-14 float16's spacing is fixed. Adding 2**-14 gives fp32 that same fixed spacing (13 bits above its
         # own) until it is taken off again; both are exact after the rounding.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim import codec
-from lowbit_optim.optimizer import LowBitOptimizer, ParamsT, as_scalar, decay_of_step, host_value
+from lowbit_optim.optimizer import LowBitOptimizer, ParamsT, decay_of_step, host_value
 from lowbit_optim.subclasses.blockwise import dequantize
 
 
@@ -43,7 +43,8 @@ def lion_update(
     p = p - decay * p
     p = p - _times_sign(lr, beta1 * m + grad_weight1 * g)
     # a gradient that is not finite moves the weight as its sign says, and leaves no trace in the momentum
-    m = beta2 * m + grad_weight2 * torch.where(g.abs() < math.inf, g, 0.0)
+    m = beta2 * m
+    m = torch.where(g.abs() < math.inf, m + grad_weight2 * g, m)
 
     if noise_key is not None and noise_step is not None:
         group, lane = codec.element_index(param.shape, param.device, position)
@@ -58,10 +59,17 @@ def _times_sign(lr: Tensor, x: Tensor) -> Tensor:
     return torch.where(x.abs() > 0, signed.view(torch.float32), 0.0)
 
 
+def _new_fused_step() -> Any:
+    from lowbit_optim.fused import FusedLion  # needs Triton
+
+    return FusedLion()
+
+
 class Lion(LowBitOptimizer):
     """Lion with float32 momentum: ``quantize=False`` by default, all else as in :class:`Lion8bit`."""
 
     update = staticmethod(lion_update)
+    _new_fused_step = staticmethod(_new_fused_step)
 
     def __init__(
         self,
@@ -98,12 +106,11 @@ class Lion(LowBitOptimizer):
         )
         super().__init__(params, defaults)
 
-    def _scalars(self, group: Mapping[str, Any], device: torch.device) -> tuple[Tensor, ...]:
+    def _scalars(self, group: Mapping[str, Any]) -> tuple[float | Tensor, ...]:
         """``lr, decay, beta1, grad_weight1, beta2, grad_weight2``."""
         beta1, beta2 = group["betas"]
         sign = -1.0 if group["maximize"] else 1.0
-        values = (host_value(group["lr"]), decay_of_step(group), beta1, sign * (1 - beta1), beta2, sign * (1 - beta2))
-        return tuple(as_scalar(value, device) for value in values)
+        return host_value(group["lr"]), decay_of_step(group), beta1, sign * (1 - beta1), beta2, sign * (1 - beta2)
 
 
 class Lion8bit(Lion):
@@ -127,9 +134,11 @@ class Lion8bit(Lion):
         decouple_lr: weight decay scaled by ``lr / initial_lr`` rather than by ``lr``.
         maximize: ascend.
         offload_state: not available yet.
-        fused: None or False; True is not available yet.
+        fused: step a group's parameters of a dtype in one launch of a Triton kernel. None: where it can run, on CUDA;
+            elsewhere one by one by a compiled kernel, with the same results. True: an error where it cannot run.
 
     Raises:
+        RuntimeError: ``fused=True``, and there is no Triton; in a step, where the kernel cannot run.
         TypeError, ValueError: an argument cannot be used; the message says which, and what is allowed.
         NotImplementedError: an option that is not available yet.
     """

@@ -1,15 +1,19 @@
 """The optimizer around an update function: groups and their options, state, and the step over all parameters."""
 
 import functools
+import itertools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._triton import has_triton
 
 from lowbit_optim import checkpoint, codec, sharding, shards
 from lowbit_optim.compiled import CompiledUpdate, UpdateFunction
@@ -17,7 +21,35 @@ from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
-_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PARAM_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_GRAD_DTYPES = {*_PARAM_DTYPES, torch.float64}
+_MAX_FUSED_BLOCK_SIZE = 4096  # a program of the kernel keeps a block in its registers
+_PLAIN = {Tensor, nn.Parameter}
+
+
+class Updates(NamedTuple):
+    """What is to be stepped: lists of equal length. ``indices`` count over all groups."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    indices: list[int]
+
+    def select(self, chosen: list[bool]) -> "Updates":
+        columns: list[list[Any]] = [list(itertools.compress(column, chosen)) for column in self]
+        return Updates(*columns)
+
+
+@dataclass
+class _GroupStep:
+    """A group's part in a step, checked."""
+
+    group: dict[str, Any]
+    scalars: tuple[float | Tensor, ...]
+    fused: Any  # steps `together`, if there is any
+    together: Updates
+    one_by_one: Updates
+    copied: list[tuple[Tensor, Tensor]]  # parameters that `together` has copies of, and these
 
 
 class LowBitOptimizer(Optimizer):
@@ -30,12 +62,20 @@ class LowBitOptimizer(Optimizer):
 
     update: ClassVar[UpdateFunction]
 
-    def _scalars(self, group: Mapping[str, Any], device: torch.device) -> tuple[Tensor, ...]:
-        """What :attr:`update` takes after the momentum: hyper-parameters as 0-D float32 tensors.
+    def _scalars(self, group: Mapping[str, Any]) -> tuple[float | Tensor, ...]:
+        """The hyper-parameters that :attr:`update` takes after the momentum; it gets them as 0-D float32 tensors.
 
         Tensors, because a compiled graph reads their values, where it would be made anew for another float.
         """
         raise NotImplementedError("an optimizer defines _scalars beside its update function")
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._forget()
+        super().__init__(params, defaults)
+
+    def _forget(self) -> None:
+        """What was learned in earlier steps to save time."""
+        self._fused_steps: dict[int, Any] = {}  # by number of the group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own. Raises as the constructor does."""
@@ -58,6 +98,7 @@ class LowBitOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._forget()
         for group in self.param_groups:
             _step_as_tensor(group)
 
@@ -75,6 +116,7 @@ class LowBitOptimizer(Optimizer):
 
     def _new_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Zero state, contiguous; of DTensors if the parameter is one, else of plain tensors."""
+        sharding.check_not_flattened(p)
         _check_dtype(p)
         return {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
 
@@ -83,7 +125,8 @@ class LowBitOptimizer(Optimizer):
         """For every parameter that could get a gradient, so that ranks and later loads agree on what there is."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p not in self.state and _is_trained(p):
+                if not self.state.get(p) and _is_trained(p):
+                    _check_not_capturing()
                     self.state[p] = self._new_state(p, group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,6 +144,7 @@ class LowBitOptimizer(Optimizer):
         nothing.
         """
         checkpoint.load(self, state_dict, super().load_state_dict, self._new_state)
+        self._forget()
 
     # --- Step -------------------------------------------------------------------------------------------------------
 
@@ -115,66 +159,157 @@ class LowBitOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if any(p not in self.state for group in self.param_groups for p in group["params"] if _is_trained(p)):
-            self._init_missing_state()
-        self._check_params()
-        update = type(self).update
-        if not torch.compiler.is_compiling():  # inside a user's own graph, that compiler fuses it
-            update = _compiled_update(update)
-        first_index, shared_blocks = 0, sharding.SharedBlocks()
-        for group in self.param_groups:
-            self._step_group(group, first_index, update, shared_blocks)
-            first_index += len(group["params"])
+        collected = self._collect()
+        if not any(updates.params for updates in collected):
+            self._warn_of_no_gradient()
+        shared_blocks = sharding.SharedBlocks()
+        # whatever is wrong with a parameter or a group is found before anything moves
+        for group_step in [self._prepare(number, updates) for number, updates in enumerate(collected)]:
+            self._step_group(group_step, shared_blocks)
         shared_blocks.encode()
         return loss
 
-    def _step_group(
-        self, group: dict[str, Any], first_index: int, update: UpdateFunction, shared_blocks: sharding.SharedBlocks
-    ) -> None:
+    def _warn_of_no_gradient(self) -> None:
+        """What replaces a model's parameters leaves an optimizer with the old ones, which it would step in vain."""
+        if any(p.requires_grad for group in self.param_groups for p in group["params"]):
+            message = (
+                "no parameter has a gradient, so this step changes nothing. If fully_shard or model.to_empty has "
+                "replaced the model's parameters since, build the optimizer after it, or put the new ones into "
+                "param_groups."
+            )
+            warnings.warn(message, stacklevel=5)
+
+    def _collect(self) -> list[Updates]:
+        """For each group, what has a gradient."""
+        collected, first = [], 0
+        for group, states in zip(self.param_groups, self._all_states(), strict=True):
+            params = group["params"]
+            indices = list(range(first, first + len(params)))
+            first += len(params)
+            exp_avgs: list[Any] = [state["exp_avg"] if state else None for state in states]
+            updates = Updates(params, [p.grad for p in params], exp_avgs, indices)
+            if not all(map(operator.is_not, updates.grads, itertools.repeat(None))):
+                updates = updates.select([grad is not None for grad in updates.grads])
+            collected.append(updates)
+        return collected
+
+    def _all_states(self) -> list[list[Any]]:
+        """For each group, the state of each parameter; nothing for a frozen one that has none."""
+        states = self._known_states()
+        if not all(map(all, states)):
+            self._init_missing_state()
+            states = self._known_states()
+        return states
+
+    def _known_states(self) -> list[list[Any]]:
+        return [[self.state.get(p) for p in group["params"]] for group in self.param_groups]
+
+    def _prepare(self, number: int, updates: Updates) -> _GroupStep:
+        """Raises whatever is wrong with a group or its parameters."""
+        group, none = self.param_groups[number], Updates([], [], [], [])
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
             group.setdefault("initial_lr", _copy(group["lr"]))
-        moves_weights = _advance_step(group)
-        scalars: dict[torch.device, tuple[Tensor, ...]] = {}
-        for index, p in enumerate(group["params"], first_index):
-            if p.grad is None:
-                continue
-            if p.device not in scalars:
-                scalars[p.device] = self._scalars(group, p.device)
-            noise = self._noise(p, index, group)
+        _check_lr(group)
+        scalars = self._scalars(group)
+        if self.defaults["fused"] is False or torch.compiler.is_compiling():
+            _check_updates(updates)
+            return _GroupStep(group, scalars, None, none, updates, [])
+        options = (group["block_size"], group["seed"], group["stochastic_rounding"])
+        fused, one_by_one = self._fused_steps.get(number), none
+        copied: list[tuple[Tensor, Tensor]] = []
+        if not _are_plain(updates):
+            _check_updates(updates)
+            chosen = [self._is_fused(p, group) for p in updates.params]
+            one_by_one = updates.select([not each for each in chosen])
+            updates, copied = _as_plain(updates.select(chosen))
+        if fused is None or not fused.takes(updates, options):
+            _check_updates(updates)
+            chosen = [self._is_fused(p, group) for p in updates.params]
+            if not all(chosen):
+                one_by_one, updates = updates.select([not each for each in chosen]), updates.select(chosen)
+            if updates.params:
+                fused = self._fused_steps[number] = self._new_fused_step()  # type: ignore[misc]
+                fused.plan(updates, options)
+        return _GroupStep(group, scalars, fused, updates, one_by_one, copied)
+
+    def _step_group(self, step: _GroupStep, shared_blocks: sharding.SharedBlocks) -> None:
+        moves_weights = _advance_step(step.group, getattr(self, "found_inf", None))
+        if step.together.params:
+            self._step_together(step)
+        updates = step.one_by_one
+        if not moves_weights:
             # 0 * inf is NaN, and 0 + -0.0 is 0.0: at lr 0 the update gets a copy, so that no weight can change
-            target = shards.to_local(p if moves_weights else p.detach().clone())
-            exp_avg = shared_blocks.decode(self.state[p]["exp_avg"])
-            _update_param(update, p, target, sharding.local_grad(p), exp_avg, scalars[p.device], noise)
+            updates = updates._replace(params=[p.detach().clone() for p in updates.params])
+        updates = updates._replace(exp_avgs=[shared_blocks.decode(exp_avg) for exp_avg in updates.exp_avgs])
+        self._step_one_by_one(step.group, updates, step.scalars)
+
+    def _step_one_by_one(self, group: dict[str, Any], updates: Updates, scalars: tuple[float | Tensor, ...]) -> None:
+        if updates.params and getattr(self, "found_inf", None) is not None:
+            raise RuntimeError(
+                "GradScaler left its scale to the fused step, which does not run inside torch.compile: give the "
+                "optimizer fused=False, or call scaler.step outside of what is compiled"
+            )
+        update = type(self).update
+        if not torch.compiler.is_compiling():  # inside a user's own graph, that compiler fuses it
+            update = _compiled_update(update)
+        on_device: dict[torch.device, tuple[Tensor, ...]] = {}
+        for p, grad, exp_avg, index in zip(*updates, strict=True):
+            if p.device not in on_device:
+                on_device[p.device] = tuple(as_scalar(value, p.device) for value in scalars)
+            noise = self._noise(p, index, group)
+            _update_param(update, p, grad, exp_avg, on_device[p.device], noise)
 
     def _noise(self, p: Tensor, index: int, group: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         if not group["stochastic_rounding"] or p.dtype == torch.float32:
             return None, None
         return _noise_key(group["seed"], index), _on_device(group["step"], p.device)
 
-    def _check_params(self) -> None:
-        """Before any of them moves."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        _warn_if_none_has_a_gradient(params)
-        for index, p in enumerate(params):
-            sharding.check(p, f"parameter {index}")
-            if p.grad is None:
-                continue
-            _check_dtype(p)
-            if p.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({p.grad.layout}); this "
-                    "optimizer needs dense ones: build the embedding with sparse=False"
-                )
+    # --- Fused step -------------------------------------------------------------------------------------------------
 
+    # Returns an object like :class:`lowbit_optim.fused.FusedLion`; None if there is no such kernel.
+    _new_fused_step: ClassVar[Callable[[], Any] | None] = None
 
-def _warn_if_none_has_a_gradient(params: list[Tensor]) -> None:
-    """What replaces a model's parameters leaves an optimizer with the old ones, which it would step in vain."""
-    if all(p.grad is None for p in params) and any(p.requires_grad for p in params):
-        message = (
-            "no parameter has a gradient, so this step changes nothing. If fully_shard or model.to_empty has replaced "
-            "the model's parameters since, build the optimizer after it, or put the new ones into param_groups."
+    def _is_fused(self, p: Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether the fused kernel steps this parameter."""
+        fused = self.defaults["fused"]
+        if fused is False or type(self)._new_fused_step is None:
+            return False
+        reason = _why_not_fused(p, group)
+        if reason and fused:
+            raise RuntimeError(
+                f"fused=True, but a parameter of shape {tuple(p.shape)} cannot be stepped so: {reason}. "
+                "With fused=None the kernel is used wherever it can run."
+            )
+        return reason is None
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Then GradScaler leaves scaled gradients and ``found_inf`` to the step, which waits for neither."""
+        return all(self._is_fused(p, group) for group in self.param_groups for p in group["params"] if _is_trained(p))
+
+    def _step_together(self, step: _GroupStep) -> None:
+        count, grad_scale = step.group["step"], getattr(self, "grad_scale", None)
+        step.fused.run(
+            _kernel_scalars(step.scalars, step.together.params[0].device),
+            count.item() if count.device.type == "cpu" else count,
+            None if grad_scale is None else grad_scale.double().reciprocal().float(),  # as GradScaler's own unscaling
+            getattr(self, "found_inf", None),
         )
-        warnings.warn(message, stacklevel=6)
+        torch.autograd.graph.increment_version(step.together.params)
+        for p, values in step.copied:
+            p.copy_(values)
+
+
+def _why_not_fused(p: Tensor, group: Mapping[str, Any]) -> str | None:
+    if shards.is_dtensor(p):
+        return "it is a DTensor, which is stepped one by one for now"
+    if not p.is_cuda:
+        return f"it is on {p.device}, and the kernel needs CUDA"
+    if group["block_size"] > _MAX_FUSED_BLOCK_SIZE:
+        return f"block_size is {group['block_size']}, and the kernel has at most {_MAX_FUSED_BLOCK_SIZE}"
+    if not has_triton():
+        return "Triton cannot be used on this GPU"
+    return None
 
 
 def _is_trained(p: Tensor) -> bool:
@@ -183,21 +318,52 @@ def _is_trained(p: Tensor) -> bool:
 
 def _update_param(
     update: UpdateFunction,
-    whole: Tensor,
     p: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
     scalars: tuple[Tensor, ...],
     noise: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    """``p`` is what this rank holds. Where its memory is not simply its elements in order, on a copy of them."""
-    copied = is_traceable_wrapper_subclass(p) or not p.is_contiguous()
+    """What this rank holds of ``p``. Where its memory is not simply its elements in order, on a copy of them."""
+    local = shards.to_local(p)
+    copied = is_traceable_wrapper_subclass(local) or not local.is_contiguous()
     # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
-    values = torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(p) if copied else p.detach()
-    for step in sharding.local_steps(whole, values, grad.contiguous(), exp_avg, noisy=noise[0] is not None):
+    values = _contiguous_copy(local) if copied else local.detach()
+    grad = sharding.local_grad(p, grad).contiguous()
+    for step in sharding.local_steps(p, values, grad, exp_avg, noisy=noise[0] is not None):
         update(step.param, step.grad, step.exp_avg, *scalars, *noise, step.position)
     if copied:
-        p.copy_(values)
+        local.copy_(values)
+
+
+def _are_plain(updates: Updates) -> bool:
+    """Whether the elements of each parameter and gradient are simply where its address says, in order."""
+    params, grads = updates.params, updates.grads
+    return (
+        _PLAIN.issuperset(map(type, params))
+        and _PLAIN.issuperset(map(type, grads))
+        and all(map(Tensor.is_contiguous, params))
+        and all(map(Tensor.is_contiguous, grads))
+    )
+
+
+def _as_plain(updates: Updates) -> tuple[Updates, list[tuple[Tensor, Tensor]]]:
+    """Copies where need be, and which parameters are to be copied back from where."""
+    params, grads, copied = [], [], []
+    for p, grad in zip(updates.params, updates.grads, strict=True):
+        values = p
+        if is_traceable_wrapper_subclass(p) or not p.is_contiguous():
+            values = _contiguous_copy(p)
+            copied.append((p, values))
+        params.append(values)
+        if is_traceable_wrapper_subclass(grad):
+            grad = _contiguous_copy(grad)
+        grads.append(grad.contiguous())
+    return updates._replace(params=params, grads=grads), copied
+
+
+def _contiguous_copy(p: Tensor) -> Tensor:
+    return torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(p)
 
 
 @functools.cache
@@ -250,21 +416,61 @@ def _on_device(value: Tensor, device: torch.device) -> Tensor:
     return value if value.device == device or value.device.type == "cpu" else value.to(device)
 
 
-def _advance_step(group: dict[str, Any]) -> bool:
+def _kernel_scalars(scalars: tuple[float | Tensor, ...], device: torch.device) -> tuple[float | Tensor, ...]:
+    """As the fused kernel takes them: lr and decay both floats, or both 0-D float32 on a device; the others floats."""
+    lr, decay, *others = (host_value(value) for value in scalars)
+    if isinstance(lr, Tensor) or isinstance(decay, Tensor):
+        lr, decay = (torch.as_tensor(value, dtype=torch.float32, device=device).reshape(()) for value in (lr, decay))
+    else:
+        lr, decay = float(lr), float(decay)
+    return lr, decay, *(float(value) for value in others)
+
+
+def _check_lr(group: Mapping[str, Any]) -> None:
+    lr = host_value(group["lr"])
+    if _is_capturing() and not (isinstance(lr, Tensor) and lr.device == group["step"].device):
+        raise RuntimeError(
+            "a CUDA graph would use this step's learning rate and rounding noise in every replay: give the learning "
+            "rate as a tensor on the device, and run one step with it before this one is captured"
+        )
+    if not isinstance(lr, Tensor) and not math.isfinite(lr):
+        raise ValueError(f"lr is {lr} in this step; it must be finite. Look at what set it: a scheduler, or by hand")
+
+
+def _advance_step(group: dict[str, Any], found_inf: Tensor | None) -> bool:
     """Count a step if it moves weights, and say whether it does: DCP creates state with a hidden step at lr 0.
 
-    A learning rate on a device is not waited for; there the answer is True and the count is the device's.
+    A learning rate on a device is not waited for, nor is ``found_inf``; the count is then the device's, and the answer
+    True.
     """
     lr = host_value(group["lr"])
+    moves = [] if found_inf is None else [found_inf.reshape(()) == 0]
     if isinstance(lr, Tensor):
-        group["step"] = group["step"].to(lr.device) + (lr.detach().reshape(()) != 0)
-        return True
-    if not math.isfinite(lr):
-        raise ValueError(f"lr is {lr} in this step; it must be finite. Look at what set it: a scheduler, or by hand")
-    if lr == 0.0:
+        moves.insert(0, lr.detach().reshape(()) != 0)
+    elif lr == 0.0:
         return False
-    group["step"] = group["step"] + 1
+    if not moves:
+        group["step"] = group["step"] + 1
+        return True
+    device = moves[0].device
+    if group["step"].device != device:
+        group["step"] = group["step"].to(device)
+    # in place, so that a captured graph goes on counting
+    group["step"].add_(functools.reduce(torch.logical_and, [each.to(device) for each in moves]))
     return True
+
+
+def _check_not_capturing() -> None:
+    if _is_capturing():
+        raise RuntimeError(
+            "a CUDA graph would set the optimizer's state to zero in every replay: run a step before it is captured"
+        )
+
+
+def _is_capturing() -> bool:
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _step_as_tensor(group: dict[str, Any]) -> None:
@@ -282,6 +488,21 @@ def _pack_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _check_updates(updates: Updates) -> None:
+    for p, grad, _, index in zip(*updates, strict=True):
+        sharding.check(p, grad, f"parameter {index}")
+    if not {p.dtype for p in updates.params} <= _PARAM_DTYPES:
+        for p in updates.params:
+            _check_dtype(p)
+    if not {grad.layout for grad in updates.grads} <= {torch.strided}:
+        for p, grad, _, index in zip(*updates, strict=True):
+            if grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({grad.layout}); this "
+                    "optimizer needs dense ones: build the embedding with sparse=False"
+                )
 
 
 def _check_dtype(p: Tensor) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
 MIN_BLOCK_SIZE = 16  # also of a row: with fewer elements a scale costs more than the codes save
 _WHOLE_OPTIMIZER_OPTIONS = {"seed", "fused", "offload_state"}
@@ -76,10 +77,14 @@ def _check_available(options: Mapping[str, Any]) -> None:
     for name, instead in {
         "master_weight_bits": "leave it None; with stochastic_rounding=True small updates of bfloat16 weights count",
         "offload_state": "leave it False",
-        "fused": "leave it None, which runs the compiled step",
     }.items():
         if options[name]:
             raise NotImplementedError(f"{name}={options[name]!r} is not available yet: {instead}")
+    if options["fused"] and not has_triton_package():
+        raise RuntimeError(
+            "fused=True needs Triton, which cannot be imported here: install it, or leave fused=None, which steps the "
+            "parameters one by one with the same results"
+        )
 
 
 def _check_range(name: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]) -> None:

@@ -85,33 +85,30 @@ def check_not_flattened(p: Tensor) -> None:
         )
 
 
-def check(p: Any, name: str) -> None:
+def check(p: Any, grad: Any, name: str) -> None:
     """That a step of ``p`` can be done, before anything moves."""
     check_not_flattened(p)
     if shards.is_dtensor(p):
         shards.shard_of(p)
-    if p.grad is None:
-        return
-    if shards.is_dtensor(p) != shards.is_dtensor(p.grad):
+    if shards.is_dtensor(p) != shards.is_dtensor(grad):
         kind = {True: "a DTensor", False: "a plain tensor"}
         raise TypeError(
             f"{name} of shape {tuple(p.shape)} is {kind[shards.is_dtensor(p)]}, its gradient "
-            f"{kind[shards.is_dtensor(p.grad)]}. Make the gradient DTensor.from_local(grad, p.device_mesh, "
+            f"{kind[shards.is_dtensor(grad)]}. Make the gradient DTensor.from_local(grad, p.device_mesh, "
             "p.placements, shape=p.shape, stride=p.stride()), or let FSDP or the tensor-parallel style do it."
         )
-    if shards.is_dtensor(p) and p.device_mesh != p.grad.device_mesh:
+    if shards.is_dtensor(p) and p.device_mesh != grad.device_mesh:
         raise ValueError(
-            f"{name} of shape {tuple(p.shape)} is on {p.device_mesh}, its gradient on {p.grad.device_mesh}. "
+            f"{name} of shape {tuple(p.shape)} is on {p.device_mesh}, its gradient on {grad.device_mesh}. "
             "They must be on one mesh."
         )
 
 
-def local_grad(p: Any) -> Tensor:
+def local_grad(p: Any, grad: Any) -> Tensor:
     """What this rank holds of the gradient, cut like ``p``: one with other placements (Partial, say) is redistributed.
 
     Every rank of the mesh takes part in that.
     """
-    grad = p.grad
     if shards.is_dtensor(p) and not shards.same_sharding(p, grad):
         grad = grad.redistribute(placements=p.placements)
     return shards.to_local(grad)

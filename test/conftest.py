@@ -1,3 +1,4 @@
+import os
 import random
 
 import numpy as np
@@ -8,6 +9,8 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def pytest_configure() -> None:
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, for test/fused
     torch.set_num_threads(1)  # tensors are small; on a busy machine threads wait 40 ms a kernel for each other
 
 

@@ -5,8 +5,10 @@ import io
 import json
 import os
 import pickle
+import pickletools
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -245,7 +247,8 @@ def test_resuming_in_a_new_process_equals_not_stopping_bit_for_bit(tmp_path: Pat
         train(optimizer, 20, 40, scheduler)
         uninterrupted.append(everything(optimizer))
 
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, check=True)
     for i, expected in enumerate(uninterrupted):
         resumed = torch.load(tmp_path / f"{i}.resumed.pt")
@@ -464,6 +467,54 @@ def test_a_checkpoint_of_version_1_loads_forever() -> None:
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.99)
 
 
+def test_a_saved_file_names_no_class_that_could_move() -> None:
+    """Report 83: a class that moved out of ``prototype`` broke the checkpoints that named its old place."""
+    file = io.BytesIO()
+    torch.save(train(make(), 0, 2).state_dict(), file)
+    with zipfile.ZipFile(file) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        operations = list(pickletools.genops(archive.read(name)))
+    assert not {operation.name for operation, _, _ in operations} & {"STACK_GLOBAL", "INST"}, "named some other way"
+    named = {argument for operation, argument, _ in operations if operation.name == "GLOBAL"}
+    assert {name.split()[0].split(".")[0] for name in named} == {"torch", "collections"}
+
+
+def test_a_file_of_version_1_resumes() -> None:
+    """Report 83, from the other side: what version 1 wrote, key by key, written here without the package."""
+    codes = torch.randint(-127, 128, (64, 75), dtype=torch.int8)
+    scale = torch.randint(0x3000, 0x4000, (64, 2), dtype=torch.int16)  # about 1e-10 to 2
+    scale_bytes = scale.unsqueeze(-1).view(torch.uint8)
+    bias = torch.randn(64)
+    options = {
+        "lr": 3e-3,
+        "betas": (0.8, 0.95),
+        "weight_decay": 0.2,
+        "quantize": True,
+        "block_size": 64,
+        "min_quantized_numel": 4096,
+        "master_weight_bits": None,
+        "stochastic_rounding": True,
+        "seed": 5,
+        "decouple_lr": False,
+        "maximize": False,
+        "offload_state": False,
+        "fused": None,
+        "step": 7,
+    }
+    group = {**options, "params": [0, 1], "param_names": ["weight", "bias"], "format_version": 1}
+    momentum = {"codes": codes, "scale": scale_bytes}
+    saved = {"state": {0: {"exp_avg": momentum}, 1: {"exp_avg": bias}}, "param_groups": [group]}
+    live = Lion8bit(nn.Linear(75, 64).named_parameters())
+    live.load_state_dict(save_and_load(saved, weights_only=True))
+    weight_state, bias_state = (live.state[p]["exp_avg"] for p in parameters(live))
+    assert torch.equal(weight_state.codes, codes)
+    assert torch.equal(weight_state.scale, scale)
+    assert torch.equal(bias_state, bias)
+    assert {key: live.param_groups[0][key] for key in options} == options
+    train(live, 0, 1)
+    assert live.param_groups[0]["step"] == 8
+
+
 # --- Through torch.distributed.checkpoint.state_dict, on one device -------------------------------------------------
 
 DCP_OPTIONS = [
@@ -582,6 +633,8 @@ BROKEN = {
     "a NaN lr": (_edit(lambda s, g: g[0].update(lr=float("nan"))), "parameter group 0: lr is nan"),
     "no betas": (_edit(lambda s, g: g[0].update(betas=None)), "parameter group 0: betas is None"),
     "no number of steps": (_edit(lambda s, g: g[0].update(step="x")), "parameter group 0: step is 'x'"),
+    "half a step": (_edit(lambda s, g: g[0].update(step=3.5)), "step is 3.5.*a whole number"),
+    "half a step in a tensor": (_edit(lambda s, g: g[0].update(step=torch.tensor(3.5))), "step is tensor.*a whole"),
     "one beta": (_edit(lambda s, g: g[0].update(betas=(0.9,))), r"parameter group 0: betas is \(0.9,\)"),
     "a lost state": (_edit(lambda s, g: s.clear()), r"holds no state.*zero_grad\(\)"),
     "another number of groups": (_edit(lambda s, g: g.append(g[0] | {"params": []})), r"sizes \[5, 0\].*sizes \[5\]"),

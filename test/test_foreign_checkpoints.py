@@ -218,7 +218,8 @@ def test_flashlion_trained_on_a_gpu_loads(dtype: torch.dtype) -> None:
     expected = [theirs.state[p]["exp_avg"].materialize().cpu() for p in parameters]
     ours = Lion(make_parameters())
     ours.load_state_dict(theirs.state_dict())
-    assert all(torch.equal(m, e) for m, e in zip(momenta(ours), expected, strict=True))
+    for m, e in zip(momenta(ours), expected, strict=True):
+        torch.testing.assert_close(m, e, rtol=1e-6, atol=0)  # their kernel's division is not rounded to nearest
 
 
 @pytest.mark.parametrize(

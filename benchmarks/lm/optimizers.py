@@ -116,7 +116,7 @@ def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _plain_tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers, a tensor subclass as the tensors it is made of."""
+    """All tensors in nested containers, a tensor subclass or an object as the tensors it is made of."""
     if hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
         value = [getattr(value, name) for name in names]
@@ -127,3 +127,5 @@ def _plain_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _plain_tensors(item)
+    elif hasattr(value, "__dict__"):  # FlashOptim keeps its state in objects that are no tensors
+        yield from _plain_tensors(vars(value))

@@ -105,9 +105,11 @@ def measure_step(case: Case) -> dict[str, Any]:
     Returns:
         ``tensors``, ``parameters``: counts.
         ``first_step_s``: with whatever is imported and compiled for it.
-        ``step_ms``: from a call on an idle device until the device is done; ``step_ms_quartiles``.
+        ``step_ms``: between events before and after a step, the host running ahead as it does behind a backward;
+        ``step_ms_quartiles``.
         ``back_to_back_ms``: a step of many with no waiting between them; None with fresh gradients.
-        ``host_ms``, ``host_us_per_tensor``: until the call returns. None on CPUs, like what follows.
+        ``idle_step_ms``: from a call on an idle device until that is done. None on CPUs, like what follows.
+        ``host_ms``, ``host_us_per_tensor``: of that, until the call returns.
         ``gpu_busy_ms``, ``kernels``: sum and number of kernels; the sum has copies and fills too.
         ``temporary_bytes``: peak of what a step allocates and frees.
         ``state_bytes_per_parameter``, ``moved_bytes``: see :func:`moved_bytes`.
@@ -140,6 +142,8 @@ def _measure_warm(case: Case, optimizer: Optimizer, parameters: list[Tensor], de
         "moved_bytes": moved_bytes(optimizer),
     }
     if device.type == "cuda":
+        times = _time(optimizer.step, device, prepare, run_ahead=False)[_WARM_UP_STEPS:]
+        result["idle_step_ms"] = 1e3 * statistics.median(seconds for seconds, _ in times)
         host_ms = 1e3 * statistics.median(host for _, host in times)
         result |= {"host_ms": host_ms, "host_us_per_tensor": 1e3 * host_ms / len(parameters)}
         result |= {"temporary_bytes": _temporary_bytes(optimizer, device, prepare)}
@@ -208,36 +212,52 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _time(
-    function: Callable[[], Any], device: torch.device, prepare: Callable[[], Any] = _nothing
+    function: Callable[[], Any],
+    device: torch.device,
+    prepare: Callable[[], Any] = _nothing,
+    run_ahead: bool = True,
 ) -> list[tuple[float, float]]:
-    """Seconds until the device is done and until the call returns; the first few are warm-up. ``prepare`` is untimed"""
-    times = []
-    time_once = _time_on_gpu if device.type == "cuda" else _time_on_cpu
+    """Seconds on the device and until the call returns; the first few are warm-up. ``prepare`` is untimed.
+
+    As in training, the host may run ahead of the device, as far as it is fast enough. Else each call begins with the
+    device idle.
+    """
     evict = _cache_eviction(device)
-    for _ in range(_WARM_UP_STEPS + _TIMED_STEPS):
+
+    def prepare_all() -> None:
         prepare()
         evict()
-        _synchronize(device)
-        times.append(time_once(function))
-    return times
+        if not run_ahead:
+            _synchronize(device)
+
+    time_all = _time_on_gpu if device.type == "cuda" else _time_on_cpu
+    return time_all(function, prepare_all, _WARM_UP_STEPS + _TIMED_STEPS)
 
 
-def _time_on_gpu(function: Callable[[], Any]) -> tuple[float, float]:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    start = time.perf_counter()
-    function()
-    host = time.perf_counter() - start
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3, host
+def _time_on_gpu(function: Callable[[], Any], prepare: Callable[[], Any], repeats: int) -> list[tuple[float, float]]:
+    events, host = [], []
+    torch.cuda.synchronize()
+    for _ in range(repeats):
+        prepare()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        start = time.perf_counter()
+        function()
+        host.append(time.perf_counter() - start)
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    return [(begin.elapsed_time(end) / 1e3, seconds) for (begin, end), seconds in zip(events, host, strict=True)]
 
 
-def _time_on_cpu(function: Callable[[], Any]) -> tuple[float, float]:
-    start = time.perf_counter()
-    function()
-    seconds = time.perf_counter() - start
-    return seconds, seconds
+def _time_on_cpu(function: Callable[[], Any], prepare: Callable[[], Any], repeats: int) -> list[tuple[float, float]]:
+    times = []
+    for _ in range(repeats):
+        prepare()
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return [(seconds, seconds) for seconds in times]
 
 
 def _cache_eviction(device: torch.device) -> Callable[[], Any]:

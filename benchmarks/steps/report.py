@@ -13,6 +13,7 @@ Row = dict[str, Any]
 _COLUMNS: dict[str, tuple[str, str]] = {
     "step_ms": ("step ms", ".3f"),
     "back_to_back_ms": ("back to back ms", ".3f"),
+    "idle_step_ms": ("from idle ms", ".3f"),
     "gpu_busy_ms": ("GPU busy ms", ".3f"),
     "host_ms": ("host ms", ".3f"),
     "host_us_per_tensor": ("host µs/tensor", ".1f"),

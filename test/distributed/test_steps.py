@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from workers import Ranks, device
 
 from lowbit_optim import Lion8bit
+from lowbit_optim import optimizer as optimizer_module
 from lowbit_optim.subclasses import OptimState8bit
 
 BY_HAND = {
@@ -283,6 +284,76 @@ def _many_small_updates() -> Tensor:
     return p.to_local().detach().cpu()
 
 
+# --- Beside the fused step ------------------------------------------------------------------------------------------
+
+
+def test_sharded_parameters_are_stepped_one_by_one_beside_fused_ones(ranks: Ranks) -> None:
+    ranks.run(2, _beside_fused)
+
+
+class _NotedStep:
+    """In place of the fused step, which needs a GPU: moves nothing."""
+
+    def __init__(self) -> None:
+        self.params: list[Tensor] = []
+
+    def takes(self, updates: Any, options: Any) -> bool:
+        return False
+
+    def plan(self, updates: Any, options: Any) -> None:
+        self.params = updates.params
+
+    def run(self, *args: Any) -> None:
+        pass
+
+
+class _NotedLion8bit(Lion8bit):
+    _new_fused_step = _NotedStep
+
+
+def _beside_fused() -> None:
+    for mesh in (make_meshes(SHAPES)["2"], by_hand((2,), Shard(-1))):
+        plain = nn.Parameter(_ones())
+        optimizer = _NotedLion8bit([*mesh.make(SHAPES).parameters(), plain], **OPTIONS)
+        *sharded, _ = meshes.parameters(optimizer)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(optimizer_module, "_why_not_fused", _why_not_fused_on_cuda)
+            for step in range(3):
+                meshes.set_gradients(mesh, sharded, step)
+                plain.grad = _ones()
+                optimizer.step()
+            assert not optimizer._step_supports_amp_scaling
+        assert [p is plain for p in optimizer._fused_steps[0].params] == [True]
+        del optimizer.param_groups[0]["params"][-1]
+        meshes.assert_same_bits(mesh, optimizer, meshes.reference(tuple(SHAPES), 3))
+
+
+def _why_not_fused_on_cuda(p: Tensor, group: Any, why_not_fused: Any = optimizer_module._why_not_fused) -> str | None:
+    reason = why_not_fused(p, group)
+    return None if reason and "needs CUDA" in reason else reason
+
+
+def test_fused_is_refused_for_sharded_parameters(ranks: Ranks) -> None:
+    ranks.run(2, _fused)
+
+
+def _fused() -> None:
+    p = _rows()
+    p.grad = torch.ones_like(p)
+    optimizer = Lion8bit([p], fused=True)
+    with pytest.raises(RuntimeError, match=r"shape \(5, 64\) cannot be stepped so: it is a DTensor"):
+        optimizer.step()
+    assert p.to_local().eq(1).all()
+
+
+def _ones() -> Tensor:
+    return torch.ones(5, 64, device=device())
+
+
+def _rows() -> Any:
+    return nn.Parameter(distribute_tensor(_ones(), meshes.device_mesh((2,)), [Shard(0)]))
+
+
 # --- What cannot be stepped -----------------------------------------------------------------------------------------
 
 
@@ -324,3 +395,27 @@ def _wrong_shards() -> None:
     for p in (right, plain):
         with pytest.raises(TypeError, match=r"parameter 0 .* a DTensor.* a plain tensor|a plain tensor.* a DTensor"):
             Lion8bit([p]).step()
+
+
+def test_nothing_moves_if_a_parameter_of_a_later_group_is_wrong(ranks: Ranks) -> None:
+    ranks.run(2, _wrong_group)
+
+
+def _wrong_group() -> None:
+    mesh = by_hand((2,), Shard(-1))  # whose momentum is decoded and encoded again
+    right, wrong = mesh.make([(5, 64)]).p0, _rows()
+    optimizer = Lion8bit([{"params": [right]}, {"params": [wrong]}], **OPTIONS)
+    for step in range(2):
+        meshes.set_gradients(mesh, [right], step)
+        if step == 0:
+            wrong.grad = torch.ones_like(wrong)
+            optimizer.step()
+    exp_avg = optimizer.state[right]["exp_avg"]
+    held = [right, exp_avg.codes, exp_avg.scale]
+    before = [meshes.local(x).clone() for x in held]
+    wrong.grad = None
+    wrong.grad = _ones()  # a plain tensor
+    with pytest.raises(TypeError, match=r"parameter 1 .* is a DTensor, its gradient a plain tensor"):
+        optimizer.step()
+    assert all(torch.equal(meshes.local(x), y) for x, y in zip(held, before, strict=True))
+    assert [int(group["step"]) for group in optimizer.param_groups] == [1, 1]

@@ -1,0 +1,253 @@
+"""The host's side of the fused step: which tensors share a launch, and the table in which the kernel finds them."""
+
+from array import array
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowbit_optim import codec
+from lowbit_optim.fused.kernel import PROGRAMS_PER_BUCKET, QUANTIZED, UNEVEN, lion_kernel
+from lowbit_optim.subclasses.blockwise import BlockwiseTensor
+
+if TYPE_CHECKING:
+    from lowbit_optim.optimizer import Updates
+
+_PROGRAM_NUMEL = 512
+_WARPS = 1  # then no thread waits for another warp's share of a block's maximum
+_ALIGNMENT = 16  # bytes of the widest load, and elements of one of codes
+_TRITON_DTYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+class FusedLion:
+    """A Lion step of many tensors, in place and without waiting for the device.
+
+    What is launched is planned once for tensors that stay where they are; gradients may move from step to step. For
+    ``updates`` see :class:`lowbit_optim.optimizer.Updates`; parameters and gradients are plain and contiguous.
+    ``options`` are the group's block size (unquantised momentum is stepped in blocks, too), the seed, and whether to
+    round 16-bit weights stochastically.
+    """
+
+    def __init__(self) -> None:
+        self._key: list[Any] = []
+        self._grads: list[int] = []
+        self._launches: list[_Launch] = []
+
+    def takes(self, updates: "Updates", options: tuple[int, int, bool]) -> bool:
+        """Whether these are the tensors of the plan; only gradients may be elsewhere, which it takes note of."""
+        self._grads = list(map(Tensor.data_ptr, updates.grads))
+        return self._key == _key(updates, options, self._grads)
+
+    def plan(self, updates: "Updates", options: tuple[int, int, bool]) -> None:
+        """Raises RuntimeError if the state or the gradient of a parameter does not fit it."""
+        block_size, seed, stochastic_rounding = options
+        launches: dict[tuple[Any, ...], _Launch] = {}
+        for number, (param, grad, exp_avg, index) in enumerate(zip(*updates, strict=True)):
+            _check(param, grad, exp_avg)
+            if param.numel() == 0:
+                continue
+            block = block_size
+            if isinstance(exp_avg, BlockwiseTensor):
+                block = _own_block_size(param.shape, exp_avg.block_size)
+            kind = (param.device, param.dtype, grad.dtype, block, stochastic_rounding)
+            if kind not in launches:
+                launches[kind] = _Launch(*kind)
+            launches[kind].add(number, param, grad, exp_avg, codec.noise_key(seed, index))
+        self._launches = list(launches.values())
+        self._grads = list(map(Tensor.data_ptr, updates.grads))
+        self._key = _key(updates, options, self._grads)
+
+    def run(
+        self,
+        scalars: Sequence[float | Tensor],
+        step: int | Tensor,
+        inverse_grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Step the tensors that it was planned for, or last took.
+
+        Args:
+            scalars: ``lr, decay, beta1, grad_weight1, beta2, grad_weight2``; floats, or the first two 0-D float32.
+            step: the number of the step; an int, or 0-D int64 on a device.
+            inverse_grad_scale, found_inf: float32 of one element. Gradients are multiplied by the one; unless the
+                other is 0, nothing changes.
+        """
+        for launch in self._launches:
+            launch.run(self._grads, scalars, step, inverse_grad_scale, found_inf)
+
+
+def _key(updates: "Updates", options: tuple[int, int, bool], grads: list[int]) -> list[Any]:
+    """All that a plan is made from. Making it is most of what a step costs the host."""
+    parts: list[Tensor] = []
+    block_sizes = []
+    for exp_avg in updates.exp_avgs:
+        if isinstance(exp_avg, BlockwiseTensor):
+            parts += (exp_avg.codes, exp_avg.scale)
+            block_sizes.append(exp_avg.block_size)
+        else:
+            parts.append(exp_avg)
+    return [
+        *block_sizes,
+        *map(Tensor.data_ptr, updates.params),
+        *[param.shape for param in updates.params],
+        *[param.dtype for param in updates.params],
+        *map(Tensor.data_ptr, parts),
+        *map(Tensor.numel, updates.grads),
+        *[grad.dtype for grad in updates.grads],
+        *[address % _ALIGNMENT for address in grads],
+        options,
+        updates.indices,
+    ]
+
+
+@dataclass
+class _Launch:
+    """Tensors of one device, dtype, gradient dtype and block size, and their table but for the gradients."""
+
+    device: torch.device
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    block_size: int
+    stochastic_rounding: bool
+    members: list[int] = field(default_factory=list)
+    fields: array = field(default_factory=lambda: array("q"))
+    first_programs: array = field(default_factory=lambda: array("q"))
+    buckets: array = field(default_factory=lambda: array("q"))
+    programs: int = 0
+    kinds: int = 0
+
+    @property
+    def width(self) -> int:
+        return triton.next_power_of_2(self.block_size)
+
+    @property
+    def rows(self) -> int:
+        return max(1, _PROGRAM_NUMEL // self.width)
+
+    @property
+    def uneven_rows(self) -> int:
+        """Fewer, since their addresses take registers."""
+        return max(1, self.rows // 4)
+
+    def add(self, number: int, param: Tensor, grad: Tensor, exp_avg: Tensor, noise_key: int) -> None:
+        """A tensor with at least one element; ``number`` is its place among the gradients."""
+        kind, blocks, fields = _fields(param, grad, exp_avg, self.block_size)
+        first_program = self.programs
+        self.programs += -(-blocks // (self.uneven_rows if kind & UNEVEN else self.rows))
+        n_buckets = -(-self.programs // PROGRAMS_PER_BUCKET.value)
+        self.buckets.extend([len(self.members)] * (n_buckets - len(self.buckets)))
+        self.members.append(number)
+        self.fields.extend((*fields, noise_key))
+        self.first_programs.append(first_program)
+        self.kinds |= 1 << kind
+
+    def run(
+        self,
+        grads: list[int],
+        scalars: Sequence[float | Tensor],
+        step: int | Tensor,
+        inverse_grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        lr = scalars[0]
+        with _current(self.device):
+            lion_kernel[(self.programs,)](
+                self._make_table(grads),
+                len(self.members),
+                self._here(step),
+                *(self._here(value) for value in scalars),
+                self._here(inverse_grad_scale),
+                self._here(found_inf),
+                STEP_ON_DEVICE=isinstance(step, Tensor),
+                LR_ON_DEVICE=isinstance(lr, Tensor),
+                LR_MAY_BE_ZERO=isinstance(lr, Tensor) or lr == 0,
+                PARAM=_TRITON_DTYPES[self.param_dtype],
+                GRAD=_TRITON_DTYPES[self.grad_dtype],
+                STOCHASTIC=self.stochastic_rounding and self.param_dtype != torch.float32,
+                BLOCK=self.block_size,
+                WIDTH=self.width,
+                ROWS=self.rows,
+                UNEVEN_ROWS=self.uneven_rows,
+                KINDS=self.kinds,
+                num_warps=max(_WARPS, self.width // _PROGRAM_NUMEL),
+                enable_fp_fusion=False,
+            )
+
+    def _make_table(self, grads: list[int]) -> Tensor:
+        """On the device, and a new one for each step.
+
+        So nothing is ever written that an earlier step, a copy under way or a captured graph may still read; torch's
+        allocators keep the memory for as long as that.
+        """
+        numbers = array("q", [grads[number] for number in self.members] if len(self.members) < len(grads) else grads)
+        for part in (self.fields, self.first_programs, self.buckets):
+            numbers.extend(part)
+        numbers.append(len(self.members) - 1)
+        table = torch.frombuffer(numbers, dtype=torch.int64)
+        return table.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else table.clone()
+
+    def _here(self, value: Any) -> Any:
+        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def _check(param: Tensor, grad: Tensor, exp_avg: Tensor) -> None:
+    """The kernel would read and write wherever a tensor that does not fit points to."""
+    if grad.shape != param.shape or grad.device != param.device:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} on {param.device} has a gradient of shape {tuple(grad.shape)} "
+            f"on {grad.device}, from before it was changed: set p.grad = None when p.data is replaced"
+        )
+    if grad.dtype not in _TRITON_DTYPES:
+        raise TypeError(
+            f"a parameter of shape {tuple(param.shape)} has a gradient of {grad.dtype}; float64, float32, bfloat16 and "
+            "float16 are allowed with the fused step"
+        )
+    parts = [(exp_avg, param.shape, torch.float32)]
+    if isinstance(exp_avg, BlockwiseTensor):
+        scale_shape = torch.Size(codec.scale_shape(param.shape, exp_avg.block_size))
+        parts = [(exp_avg.codes, param.shape, torch.int8), (exp_avg.scale, scale_shape, codec.SCALE_DTYPE)]
+    for part, shape, dtype in parts:
+        if part.device != param.device or part.shape != shape or part.dtype != dtype or not part.is_contiguous():
+            raise RuntimeError(
+                f"the state of a parameter of shape {tuple(param.shape)} on {param.device} was changed: there is a "
+                f"{part.dtype} tensor of shape {tuple(part.shape)} on {part.device}, where a contiguous {dtype} one of "
+                f"shape {tuple(shape)} is needed on {param.device}. Put it back, or load a checkpoint."
+            )
+
+
+def _own_block_size(shape: torch.Size, block_size: int) -> int:
+    """Rows shorter than a block are blocks themselves; even ones, if they have a power of 2 of elements."""
+    _, row_length = codec.row_layout(shape, block_size)
+    is_even = _ALIGNMENT <= row_length == triton.next_power_of_2(row_length)
+    return row_length if row_length < block_size and is_even else block_size
+
+
+def _fields(param: Tensor, grad: Tensor, exp_avg: Tensor, block_size: int) -> tuple[int, int, tuple[int, ...]]:
+    """``kind, blocks`` and what the table has of a tensor, but for its noise key."""
+    numel = row_length = param.numel()
+    block = triton.next_power_of_2(block_size)
+    state, scale, kind = exp_avg, 0, 0
+    if isinstance(exp_avg, BlockwiseTensor):
+        state, scale, kind = exp_avg.codes, exp_avg.scale.data_ptr(), QUANTIZED
+        _, row_length = codec.row_layout(param.shape, block_size)
+        block = block_size
+    addresses = param.data_ptr() | grad.data_ptr() | state.data_ptr()
+    whole = block if kind & QUANTIZED else _ALIGNMENT
+    if addresses % _ALIGNMENT or row_length % whole or block != triton.next_power_of_2(block):
+        kind |= UNEVEN
+    blocks = numel // row_length * codec.blocks_per_row(row_length, block)
+    return kind, blocks, (kind, param.data_ptr(), state.data_ptr(), scale, numel, row_length)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
