@@ -1,5 +1,6 @@
 """The host's side of the fused step: which tensors share a launch, and the table in which the kernel finds them."""
 
+import operator
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _PROGRAM_NUMEL = 512
 _WARPS = 1  # then no thread waits for another warp's share of a block's maximum
 _ALIGNMENT = 16  # bytes of the widest load, and elements of one of codes
+_shape = operator.attrgetter("shape")
 _TRITON_DTYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -40,13 +42,16 @@ class FusedLion:
 
     def __init__(self) -> None:
         self._key: list[Any] = []
+        self._shapes: list[torch.Size] = []
         self._grads: list[int] = []
         self._launches: list[_Launch] = []
 
     def takes(self, updates: "Updates", options: tuple[int, int, bool]) -> bool:
         """Whether these are the tensors of the plan; only gradients may be elsewhere, which it takes note of."""
         self._grads = list(map(Tensor.data_ptr, updates.grads))
-        return self._key == _key(updates, options, self._grads)
+        return self._key == _key(updates, options, self._grads) and all(
+            map(operator.eq, map(_shape, updates.params), self._shapes)
+        )
 
     def plan(self, updates: "Updates", options: tuple[int, int, bool]) -> None:
         """Raises RuntimeError if the state or the gradient of a parameter does not fit it."""
@@ -66,6 +71,7 @@ class FusedLion:
         self._launches = list(launches.values())
         self._grads = list(map(Tensor.data_ptr, updates.grads))
         self._key = _key(updates, options, self._grads)
+        self._shapes = [param.shape for param in updates.params]
 
     def run(
         self,
@@ -87,21 +93,16 @@ class FusedLion:
 
 
 def _key(updates: "Updates", options: tuple[int, int, bool], grads: list[int]) -> list[Any]:
-    """All that a plan is made from. Making it is most of what a step costs the host."""
-    parts: list[Tensor] = []
-    block_sizes = []
-    for exp_avg in updates.exp_avgs:
-        if isinstance(exp_avg, BlockwiseTensor):
-            parts += (exp_avg.codes, exp_avg.scale)
-            block_sizes.append(exp_avg.block_size)
-        else:
-            parts.append(exp_avg)
+    """All that a plan is made from but shapes. Making it is most of what a step costs the host."""
+    plain = [exp_avg for exp_avg in updates.exp_avgs if type(exp_avg) is Tensor]
+    quantized: list[Any] = [exp_avg for exp_avg in updates.exp_avgs if type(exp_avg) is not Tensor]
     return [
-        *block_sizes,
+        *map(Tensor.data_ptr, plain),
+        *map(Tensor.data_ptr, [exp_avg.codes for exp_avg in quantized]),
+        *map(Tensor.data_ptr, [exp_avg.scale for exp_avg in quantized]),
+        *[exp_avg.block_size for exp_avg in quantized],
         *map(Tensor.data_ptr, updates.params),
-        *[param.shape for param in updates.params],
         *[param.dtype for param in updates.params],
-        *map(Tensor.data_ptr, parts),
         *map(Tensor.numel, updates.grads),
         *[grad.dtype for grad in updates.grads],
         *[address % _ALIGNMENT for address in grads],
