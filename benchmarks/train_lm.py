@@ -4,6 +4,7 @@ python benchmarks/train_lm.py
 python benchmarks/train_lm.py --compare lion,lion8bit,bnb.Lion8bit
 python benchmarks/train_lm.py --model 124m --data books/*.txt --checkpoint-every 500
 python benchmarks/train_lm.py --resume runs/…/lion8bit.pt
+torchrun --nproc-per-node=2 benchmarks/train_lm.py --parallel fsdp --model 124m
 """
 
 import argparse
@@ -26,6 +27,7 @@ import torch
 
 from benchmarks.lm import UsageError, data, loop, optimizers, report
 from benchmarks.lm.model import CONFIGS
+from benchmarks.lm.parallel import KINDS, Alone, Parallel
 from benchmarks.lm.trainer import DTYPES, SCHEDULES, Settings, Trainer, load_checkpoint
 
 INTERRUPTED = 130
@@ -73,6 +75,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     place.add_argument(
         "--checkpoint-every", type=int, default=0, metavar="STEPS", help="default: never; --resume needs one"
     )
+    place.add_argument("--parallel", metavar="HOW", help=f"under torchrun, one of {', '.join(KINDS)}")
+    place.add_argument("--cpu-offload", action="store_true", help="with fsdp or hsdp: keep shards in host memory")
+    place.add_argument(
+        "--checkpoint-activations", action="store_true", help="compute activations again in the backward pass"
+    )
     place.add_argument("--stop-at", type=int, metavar="STEP", help="write a checkpoint there and end, to go on later")
     return parser.parse_args(argv)
 
@@ -114,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoint_every < 0 or (args.stop_at is not None and args.stop_at < 1):
         raise UsageError("--checkpoint-every and --stop-at count steps: give a positive number")
     device = pick_device(args.device)
+    parallel = Parallel(args.parallel, device.type, args.cpu_offload) if args.parallel else Alone()
+    device = parallel.device if isinstance(parallel, Parallel) else device
     given = {name: value for name, value in vars(args).items() if name in Settings.__dataclass_fields__}
     checkpoint = load_checkpoint(args.resume) if args.resume else None
     if checkpoint:
@@ -126,16 +135,22 @@ def run(args: argparse.Namespace) -> int:
         torch.use_deterministic_algorithms(True)
 
     dataset = load_dataset(given.get("data", settings[0].data), settings[0].seq_len)
-    out = make_folder(args, settings)
+    out = make_folder(args, settings, parallel)
+    place = {"parallel": parallel, "checkpoint_activations": args.checkpoint_activations}
     for each in settings:
-        trainer = Trainer.resume(checkpoint, dataset, device) if checkpoint else Trainer(each, dataset, device)
+        if checkpoint:
+            trainer = Trainer.resume(checkpoint, dataset, device, **place)
+        else:
+            trainer = Trainer(each, dataset, device, **place)
         header = {"device": device_name(device), "torch": torch.__version__, "bigram_loss": data.bigram_loss(dataset)}
         complete = loop.train(trainer, out, header=header, checkpoint_every=args.checkpoint_every, stop_at=args.stop_at)
         if not complete:
             return say_how_to_resume(trainer, out, args)
         del trainer
         free_memory()
-    show(out)
+    parallel.close()
+    if parallel.rank == 0:
+        show(out)
     return 0
 
 
@@ -182,8 +197,10 @@ def load_dataset(files: list[str] | None, seq_len: int) -> data.ByteDataset:
     return dataset
 
 
-def make_folder(args: argparse.Namespace, settings: list[Settings]) -> Path:
+def make_folder(args: argparse.Namespace, settings: list[Settings], parallel: Alone) -> Path:
     """The folder to write to; an earlier run's files are never overwritten, except by going on with it."""
+    if parallel.rank > 0:
+        return args.out or Path()  # only the first rank writes
     if args.resume:
         out = args.out or args.resume.parent
     else:
@@ -206,7 +223,8 @@ def free_memory() -> None:
 
 def say_how_to_resume(trainer: Trainer, out: Path, args: argparse.Namespace) -> int:
     path = report.checkpoint_path(out, trainer.settings.optimizer)
-    print(f"train_lm: stopped at step {trainer.step}; go on with: --resume {path}", file=sys.stderr)
+    if trainer.parallel.rank == 0:
+        print(f"train_lm: stopped at step {trainer.step}; go on with: --resume {path}", file=sys.stderr)
     return 0 if trainer.step == args.stop_at else INTERRUPTED
 
 

@@ -1,7 +1,8 @@
 """State dicts: what is saved, and how it is read back, whether this package or another wrote it.
 
-A saved state is plain tensors. A quantised momentum is ``"exp_avg": {"codes", "scale"}`` and never a bare tensor:
-torch would cast one to the parameter's dtype, and a plain Lion would train on the codes.
+A saved state is plain tensors, and DTensors where parameters are. A quantised momentum is ``"exp_avg": {"codes",
+"scale"}`` and never a bare tensor: torch would cast one to the parameter's dtype, and a plain Lion would train on the
+codes. The scale is saved as bytes, since torch's checkpoint tools send it between ranks and no backend sends int16.
 
 Loading turns the whole checkpoint into new state of the live optimizer's layout before any of it is installed, so
 that a broken checkpoint changes nothing.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowbit_optim import codec
+from lowbit_optim import codec, sharding, shards
 from lowbit_optim.options import check_options
 from lowbit_optim.subclasses import OptimState8bit
 
@@ -52,7 +53,8 @@ _CORRECTIONS = {"errors", "error_bits"}  # of the weight's rounding, in llm-foun
 def pack(state: Mapping[str, Any]) -> State:
     """One parameter's live state as plain tensors that share its memory, as ``torch.optim`` does.
 
-    An :class:`OptimState8bit` becomes ``{"codes": int8, shaped like the parameter, "scale": int16}``.
+    An :class:`OptimState8bit` becomes ``{"codes": int8, shaped like the parameter, "scale": uint8}``, the two bytes of
+    each scale along a last dimension.
     """
     return {key: _pack_value(value) for key, value in state.items()}
 
@@ -67,7 +69,7 @@ def pack_option(value: Any) -> Any:
 
 def _pack_value(value: Any) -> Any:
     if isinstance(value, OptimState8bit):
-        return {"codes": value.codes.detach(), "scale": value.scale.detach()}
+        return {"codes": value.codes.detach(), "scale": shards.as_bytes(value.scale.detach())}
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -212,7 +214,7 @@ def _read_state(
             "Load into an optimizer over the model that was saved, with its parameters in the same order."
         )
     state = allocate(p, group)
-    state["exp_avg"].copy_(momentum.to(p.device))
+    sharding.store(state["exp_avg"], momentum)
     return state
 
 
@@ -446,11 +448,11 @@ def _read_own(momentum: Mapping[str, Any], options: dict[str, Any], name: str) -
     block_size = options.get("block_size")
     if not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"{name}: its group's block_size is {block_size!r} in the checkpoint; it must be at least 1.")
-    shape = codec.scale_shape(codes.shape, block_size)
-    scale = _checked(momentum["scale"], (codec.SCALE_DTYPE,), f"{name}: scale", shape)
-    if (codes == -128).any():
+    shape = (*codec.scale_shape(codes.shape, block_size), 2)
+    scale = shards.from_bytes(_checked(momentum["scale"], (torch.uint8,), f"{name}: scale", shape))
+    if (shards.to_local(codes) == -128).any():
         raise ValueError(f"{name}: a saved code is -128; codes are -127 ... 127. Load an earlier checkpoint.")
-    if not codec.unpack_scale(scale).isfinite().all():
+    if not codec.unpack_scale(shards.to_local(scale)).isfinite().all():
         raise ValueError(f"{name}: a saved scale is not finite. Load an earlier checkpoint.")
     return OptimState8bit(codes, scale, block_size)
 
@@ -518,7 +520,7 @@ def _checked(value: Any, dtypes: Sequence[torch.dtype], where: str, shape: tuple
 
 def _checked_floats(value: Any, where: str) -> Tensor:
     values = _checked(value, _FLOAT_DTYPES, where).float()
-    if not values.isfinite().all():
+    if not shards.to_local(values).isfinite().all():
         raise ValueError(f"{where} has values that are not finite. Load an earlier checkpoint.")
     return values
 

@@ -12,6 +12,7 @@ cross into the next one. The last block of a row may be short.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -178,6 +179,27 @@ def decode(codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype = t
     return _reshape(values, codes.shape, block_size).to(dtype)
 
 
+# --- Blocks that several shards hold parts of -----------------------------------------------------------------------
+# Values and codes are (rows, elements of a row that are held here); `block` is int64, the block that each of those
+# elements belongs to; absmax and scale are (rows, blocks_per_row).
+
+
+def absmax_of_part(x: Tensor, block: Tensor, n_blocks: int) -> Tensor:
+    """Largest magnitude of each block among the elements held here, fp32; 0 where there are none."""
+    return x.new_zeros(x.shape[0], n_blocks).scatter_reduce_(1, block.expand(x.shape), x.abs(), "amax")
+
+
+def encode_part(x: Tensor, absmax: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+    """``(codes, scale)`` as :func:`encode` makes them, given the maxima over the whole of each block."""
+    scale = scale_from_absmax(absmax)
+    return _encode_blocks(x, scale[:, block]), pack_scale(scale)
+
+
+def decode_part(codes: Tensor, scale: Tensor, block: Tensor) -> Tensor:
+    """fp32 values. Inverse of :func:`encode_part`."""
+    return _decode_blocks(codes, unpack_scale(scale)[:, block])
+
+
 # --- Stochastic rounding --------------------------------------------------------------------------------------------
 # The noise is a hash of (key, step, element index), not a generator's next number: it is the same however a tensor is
 # sharded and whatever else draws random numbers. int32 arithmetic wraps. Most of the mixing is done once for each 64
@@ -220,13 +242,42 @@ def rounding_noise(group: Tensor, lane: Tensor, key: Tensor, step: Tensor) -> Te
     return _shift_right(_multiply(h, multiplier), 16)
 
 
-def element_index(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """``(group, lane)`` of :func:`rounding_noise` for a contiguous tensor, broadcastable to ``shape``."""
-    if len(shape) == 2 and statically_known_true(shape[1] == NOISE_LANES):
+class Position(NamedTuple):
+    """Where in a tensor the elements of a shard lie, in order: from ``first`` on, in one go or in runs.
+
+    ``first`` and the ``(length, stride)`` of runs are 0-D int64 tensors; a run begins ``stride`` after the one before.
+    They count elements, or groups of ``NOISE_LANES`` if ``in_groups``.
+    """
+
+    first: Tensor
+    runs: tuple[Tensor, Tensor] | None
+    in_groups: bool
+
+    def __call__(self, index: Tensor) -> Tensor:
+        """Index in the shard -> index in the tensor."""
+        if self.runs is None:
+            return index + self.first
+        length, stride = self.runs
+        return index + torch.div(index, length, rounding_mode="trunc") * (stride - length) + self.first
+
+
+def element_index(
+    shape: Sequence[int], device: torch.device, position: Position | None = None
+) -> tuple[Tensor, Tensor]:
+    """``(group, lane)`` of :func:`rounding_noise` for a contiguous tensor, broadcastable to ``shape``.
+
+    ``position`` says where it lies, if it is a shard of another one whose elements are counted.
+    """
+    in_groups = position is None or position.in_groups
+    if in_groups and len(shape) == 2 and statically_known_true(shape[1] == NOISE_LANES):
         group = torch.arange(shape[0], dtype=torch.int32, device=device).unsqueeze(1)
-        return group, torch.arange(NOISE_LANES, dtype=torch.int32, device=device)
-    index = torch.arange(math.prod(shape), device=device).reshape(shape)
-    return (index // NOISE_LANES).to(torch.int32), (index % NOISE_LANES).to(torch.int32)
+        lane = torch.arange(NOISE_LANES, dtype=torch.int32, device=device)
+    else:
+        index = torch.arange(math.prod(shape), device=device).reshape(shape)
+        if position is not None and not in_groups:
+            index = position(index)
+        group, lane = (index // NOISE_LANES).to(torch.int32), (index % NOISE_LANES).to(torch.int32)
+    return (position(group) if position is not None and in_groups else group), lane
 
 
 def noise_key(seed: int, parameter_index: int) -> int:

@@ -24,6 +24,7 @@ def lion_update(
     grad_weight2: Tensor,
     noise_key: Tensor | None = None,
     noise_step: Tensor | None = None,
+    position: codec.Position | None = None,
 ) -> None:
     """One Lion step, in place; all arithmetic in fp32, in the paper's order.
 
@@ -35,6 +36,7 @@ def lion_update(
         beta1, beta2: 0-D float32.
         grad_weight1, grad_weight2: 0-D float32, ``1 - beta``; negative to maximise.
         noise_key, noise_step: 0-D int64, to round the stored weight stochastically; None rounds to nearest.
+        position: where ``param`` lies in the parameter that it is a shard of; None if it is the whole.
     """
     p, g, m = param.float(), grad.float(), dequantize(exp_avg)
 
@@ -45,7 +47,7 @@ def lion_update(
     m = torch.where(g.abs() < math.inf, m + grad_weight2 * g, m)
 
     if noise_key is not None and noise_step is not None:
-        group, lane = codec.element_index(param.shape, param.device)
+        group, lane = codec.element_index(param.shape, param.device, position)
         p = codec.stochastic_round(p, codec.rounding_noise(group, lane, noise_key, noise_step), param.dtype)
     param.copy_(p)
     exp_avg.copy_(m)

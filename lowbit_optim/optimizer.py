@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -14,10 +15,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._triton import has_triton
 
-from lowbit_optim import checkpoint, codec
+from lowbit_optim import checkpoint, codec, sharding, shards
 from lowbit_optim.compiled import CompiledUpdate, UpdateFunction
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
-from lowbit_optim.subclasses import OptimState8bit
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -113,9 +113,10 @@ class LowBitOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             for p in group["params"]:
+                sharding.check_not_flattened(p)
                 if p.requires_grad:
                     _check_dtype(p)
-        except TypeError:
+        except (TypeError, NotImplementedError):
             self.param_groups.pop()
             raise
         group["lr"] = _copy(group["lr"])  # a scheduler writes into a tensor, and groups may have been given the same
@@ -142,12 +143,10 @@ class LowBitOptimizer(Optimizer):
         )
 
     def _new_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Zero state; contiguous and of plain tensors, whatever the parameter is."""
-        _check_not_sharded(p)
+        """Zero state, contiguous; of DTensors if the parameter is one, else of plain tensors."""
+        sharding.check_not_flattened(p)
         _check_dtype(p)
-        if self._is_quantized(p, group):
-            return {"exp_avg": OptimState8bit.zeros(p.shape, group["block_size"], device=p.device)}
-        return {"exp_avg": torch.zeros(p.shape, dtype=torch.float32, device=p.device)}
+        return {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
 
     @torch.compiler.disable
     def _init_missing_state(self) -> None:
@@ -159,7 +158,7 @@ class LowBitOptimizer(Optimizer):
                     self.state[p] = self._new_state(p, group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, with plain tensors alone: an 8-bit momentum is ``{"codes": int8, "scale": int16}``."""
+        """As in torch.optim, with plain tensors alone: an 8-bit momentum is ``{"codes": int8, "scale": uint8}``."""
         handle = self.register_state_dict_post_hook(_pack_state_dict, prepend=True)
         try:
             return super().state_dict()
@@ -188,10 +187,25 @@ class LowBitOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        collected = self._collect()
+        if not any(updates.params for updates in collected):
+            self._warn_of_no_gradient()
+        shared_blocks = sharding.SharedBlocks()
         # whatever is wrong with a parameter or a group is found before anything moves
-        for group_step in [self._prepare(number, updates) for number, updates in enumerate(self._collect())]:
-            self._step_group(group_step)
+        for group_step in [self._prepare(number, updates) for number, updates in enumerate(collected)]:
+            self._step_group(group_step, shared_blocks)
+        shared_blocks.encode()
         return loss
+
+    def _warn_of_no_gradient(self) -> None:
+        """What replaces a model's parameters leaves an optimizer with the old ones, which it would step in vain."""
+        if any(p.requires_grad for group in self.param_groups for p in group["params"]):
+            message = (
+                "no parameter has a gradient, so this step changes nothing. If fully_shard or model.to_empty has "
+                "replaced the model's parameters since, build the optimizer after it, or put the new ones into "
+                "param_groups."
+            )
+            warnings.warn(message, stacklevel=5)
 
     def _collect(self) -> list[Updates]:
         """For each group, what has a gradient."""
@@ -257,7 +271,7 @@ class LowBitOptimizer(Optimizer):
                 fused.plan(updates, options)
         return _GroupStep(group, scalars, fused, updates, one_by_one, copied)
 
-    def _step_group(self, step: _GroupStep) -> None:
+    def _step_group(self, step: _GroupStep, shared_blocks: sharding.SharedBlocks) -> None:
         moves_weights = _advance_step(step.group, getattr(self, "found_inf", None))
         if step.together.params:
             self._step_together(step)
@@ -265,6 +279,7 @@ class LowBitOptimizer(Optimizer):
         if not moves_weights:
             # 0 * inf is NaN, and 0 + -0.0 is 0.0: at lr 0 the update gets a copy, so that no weight can change
             updates = updates._replace(params=[p.detach().clone() for p in updates.params])
+        updates = updates._replace(exp_avgs=[shared_blocks.decode(exp_avg) for exp_avg in updates.exp_avgs])
         self._step_one_by_one(step.group, updates, step.scalars)
 
     def _step_one_by_one(self, group: dict[str, Any], updates: Updates, scalars: tuple[float | Tensor, ...]) -> None:
@@ -281,7 +296,7 @@ class LowBitOptimizer(Optimizer):
             if p.device not in on_device:
                 on_device[p.device] = tuple(as_scalar(value, p.device) for value in scalars)
             noise = self._noise(p, index, group)
-            _update_param(update, p, grad, exp_avg, *on_device[p.device], *noise)
+            _update_param(update, p, grad, exp_avg, on_device[p.device], noise)
 
     def _noise(self, p: Tensor, index: int, group: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         if not group["stochastic_rounding"] or p.dtype == torch.float32:
@@ -325,6 +340,8 @@ class LowBitOptimizer(Optimizer):
 
 
 def _why_not_fused(p: Tensor, group: Mapping[str, Any]) -> str | None:
+    if shards.is_dtensor(p):
+        return "it is a DTensor, which is stepped one by one for now"
     if not p.is_cuda:
         return f"it is on {p.device}, and the kernel needs CUDA"
     if group["block_size"] > _MAX_FUSED_BLOCK_SIZE:
@@ -338,14 +355,24 @@ def _is_trained(p: Tensor) -> bool:
     return p.requires_grad or p.grad is not None
 
 
-def _update_param(update: UpdateFunction, p: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
-    """Where the parameter's memory is not simply its elements in order, on a copy of them."""
-    if is_traceable_wrapper_subclass(p) or not p.is_contiguous():
-        values = _contiguous_copy(p)
-        update(values, grad.contiguous(), exp_avg, *scalars)
-        p.copy_(values)
-    else:  # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
-        update(p.detach(), grad.contiguous(), exp_avg, *scalars)
+def _update_param(
+    update: UpdateFunction,
+    p: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    scalars: tuple[Tensor, ...],
+    noise: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """What this rank holds of ``p``. Where its memory is not simply its elements in order, on a copy of them."""
+    local = shards.to_local(p)
+    copied = is_traceable_wrapper_subclass(local) or not local.is_contiguous()
+    # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
+    values = _contiguous_copy(local) if copied else local.detach()
+    grad = sharding.local_grad(p, grad).contiguous()
+    for step in sharding.local_steps(p, values, grad, exp_avg, noisy=noise[0] is not None):
+        update(step.param, step.grad, step.exp_avg, *scalars, *noise, step.position)
+    if copied:
+        local.copy_(values)
 
 
 def _are_plain(updates: Updates) -> bool:
@@ -503,6 +530,8 @@ def _copy(value: Any) -> Any:
 
 
 def _check_updates(updates: Updates) -> None:
+    for p, grad, _, index in zip(*updates, strict=True):
+        sharding.check(p, grad, f"parameter {index}")
     if not {p.dtype for p in updates.params} <= _PARAM_DTYPES:
         for p in updates.params:
             _check_dtype(p)
@@ -520,12 +549,4 @@ def _check_dtype(p: Tensor) -> None:
         raise TypeError(
             f"a parameter of shape {tuple(p.shape)} is {p.dtype}; parameters must be float32, bfloat16 or float16. "
             "Convert the model with model.to(torch.float32), or leave the parameter out."
-        )
-
-
-def _check_not_sharded(p: Tensor) -> None:
-    if hasattr(p, "device_mesh"):  # a DTensor; asking for its class would import torch.distributed
-        raise NotImplementedError(
-            f"a parameter of shape {tuple(p.shape)} is a DTensor (FSDP2, tensor parallel), which is not available yet: "
-            "train on one device, or with DistributedDataParallel"
         )

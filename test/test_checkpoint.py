@@ -126,7 +126,7 @@ def test_a_saved_state_is_plain_tensors_without_a_codebook() -> None:
     assert {path[1:] for path, _ in tensors(state)} == {("exp_avg",), ("exp_avg", "codes"), ("exp_avg", "scale")}
     weight, saved = parameters(optimizer)[0], state[0]["exp_avg"]
     assert (saved["codes"].dtype, saved["codes"].shape) == (torch.int8, weight.shape)
-    assert (saved["scale"].dtype, saved["scale"].shape) == (torch.int16, (40, 2))
+    assert (saved["scale"].dtype, saved["scale"].shape) == (torch.uint8, (40, 2, 2))
     assert optimizer.state_dict()["param_groups"][0]["format_version"] == FORMAT_VERSION
     json.dumps(optimizer.state_dict()["param_groups"])
 
@@ -449,7 +449,7 @@ def test_each_group_keeps_its_own_precision() -> None:
 def test_a_checkpoint_of_version_1_loads_forever() -> None:
     """Reports 64 and 74: codes that change their meaning between releases ruin a run. These values are frozen."""
     codes = torch.tensor([0, 1, -1, 31, 32, -64, 96, 127] * 2 + [127] + [0] * 15, dtype=torch.int8).view(1, 32)
-    scale = torch.tensor([[-0x8000, 0x7D80]], dtype=torch.int16)  # 2 and 0.375, without the sign bit
+    scale = torch.tensor([[[0x00, 0x80], [0x80, 0x7D]]], dtype=torch.uint8)  # 2 and 0.375, without the sign bit
     saved = {
         "state": {0: {"exp_avg": {"codes": codes, "scale": scale}}},
         "param_groups": [
@@ -483,6 +483,7 @@ def test_a_file_of_version_1_resumes() -> None:
     """Report 83, from the other side: what version 1 wrote, key by key, written here without the package."""
     codes = torch.randint(-127, 128, (64, 75), dtype=torch.int8)
     scale = torch.randint(0x3000, 0x4000, (64, 2), dtype=torch.int16)  # about 1e-10 to 2
+    scale_bytes = scale.unsqueeze(-1).view(torch.uint8)
     bias = torch.randn(64)
     options = {
         "lr": 3e-3,
@@ -501,7 +502,8 @@ def test_a_file_of_version_1_resumes() -> None:
         "step": 7,
     }
     group = {**options, "params": [0, 1], "param_names": ["weight", "bias"], "format_version": 1}
-    saved = {"state": {0: {"exp_avg": {"codes": codes, "scale": scale}}, 1: {"exp_avg": bias}}, "param_groups": [group]}
+    momentum = {"codes": codes, "scale": scale_bytes}
+    saved = {"state": {0: {"exp_avg": momentum}, 1: {"exp_avg": bias}}, "param_groups": [group]}
     live = Lion8bit(nn.Linear(75, 64).named_parameters())
     live.load_state_dict(save_and_load(saved, weights_only=True))
     weight_state, bias_state = (live.state[p]["exp_avg"] for p in parameters(live))
@@ -600,7 +602,7 @@ BROKEN = {
     ),
     "scale of another dtype": (
         _edit(lambda s, g: s[1]["exp_avg"].update(scale=s[1]["exp_avg"]["scale"].half())),
-        "'linear.weight': scale is torch.float16; allowed: torch.int16",
+        "'linear.weight': scale is torch.float16; allowed: torch.uint8",
     ),
     "codes without a scale": (
         _edit(lambda s, g: s[1].update(exp_avg=s[1]["exp_avg"]["codes"])),
@@ -608,18 +610,21 @@ BROKEN = {
     ),
     "codes of another shape": (
         _edit(lambda s, g: s[1]["exp_avg"].update(codes=s[1]["exp_avg"]["codes"][:-1])),
-        r"'linear.weight': scale has shape \(64, 2\), not \(63, 2\)",
+        r"'linear.weight': scale has shape \(64, 2, 2\), not \(63, 2, 2\)",
     ),
     "scale of another shape": (
         _edit(lambda s, g: s[3]["exp_avg"].update(scale=s[3]["exp_avg"]["scale"].flatten())),
-        r"'conv.weight': scale has shape \(96,\), not \(32, 3\)",
+        r"'conv.weight': scale has shape \(192,\), not \(32, 3, 2\)",
     ),
     "momentum of another shape": (
         _edit(lambda s, g: s[4].update(exp_avg=torch.ones(31))),
         r"'conv.bias'.*shape \(31,\), the parameter \(32,\)",
     ),
-    "a NaN scale": (_edit(lambda s, g: s[3]["exp_avg"]["scale"].fill_(-1)), "'conv.weight': a saved scale"),
-    "an infinite scale": (_edit(lambda s, g: s[3]["exp_avg"]["scale"].fill_(-0x100)), "'conv.weight': a saved scale"),
+    "a NaN scale": (_edit(lambda s, g: s[3]["exp_avg"]["scale"].fill_(0xFF)), "'conv.weight': a saved scale"),
+    "an infinite scale": (
+        _edit(lambda s, g: s[3]["exp_avg"]["scale"][..., 1].fill_(0xFF)),
+        "'conv.weight': a saved scale",
+    ),
     "an infinite momentum": (_edit(lambda s, g: s[4]["exp_avg"].fill_(torch.inf)), "'conv.bias'.*not finite"),
     "a momentum that is no tensor": (_edit(lambda s, g: s[4].update(exp_avg=[0.0])), "'conv.bias'.*list, not a tensor"),
     "a newer version": (_edit(lambda s, g: g[0].update(format_version=2)), "format_version is 2.*upgrade"),

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = "lowbit_optim"
 # A module imports from the layers to its left alone. What is not named here builds on the finished optimizer.
-LAYERS = ["codec", "subclasses", "compiled", "options", "checkpoint", "optimizer", "lion"]
+LAYERS = ["codec", "shards", "subclasses", "sharding", "compiled", "options", "checkpoint", "optimizer", "lion"]
 ONLY_WHERE_USED = ["fused", "int8_training"]
 MODULES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / PACKAGE).rglob("*.py"))
 
@@ -80,6 +80,13 @@ def test_imports_point_one_way(module: str) -> None:
 @pytest.mark.parametrize("module", [m for m in MODULES if layer_of_file(m) not in ONLY_WHERE_USED])
 def test_fused_and_int8_training_are_imported_only_where_used(module: str) -> None:
     assert early_imports((ROOT / module).read_text(), module) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_torch_distributed_is_imported_only_where_used(module: str) -> None:
+    """Some builds of torch are without it."""
+    imports = imports_of((ROOT / module).read_text(), module)
+    assert [i.target for i in imports if i.at_import and i.target.startswith("torch.distributed")] == []
 
 
 def test_codec_imports_torch_alone() -> None:

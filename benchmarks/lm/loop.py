@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.lm import optimizers, report
+from benchmarks.lm.parallel import Alone
 from benchmarks.lm.trainer import Trainer
 
 _LOG_EVERY = 10  # steps between reading losses off the device, which makes a GPU wait
@@ -36,24 +37,28 @@ def train(
         UsageError: a file cannot be written.
     """
     settings = trainer.settings
-    metrics = report.metrics_path(out, settings.optimizer)
-    report.start(metrics, settings, header, trainer.history)
+    metrics = report.metrics_path(out, settings.optimizer) if trainer.parallel.rank == 0 else None
+    if metrics:
+        report.start(metrics, settings, header, trainer.history)
     last = min(settings.steps, stop_at or settings.steps)
 
     with _stop_signals() as stopping, _progress_bar(trainer) as bar:
-        while trainer.step < last and not stopping():
+        stops = False
+        while trainer.step < last and not stops:
             mark = _next_mark(trainer.step, last, _LOG_EVERY, settings.eval_every, checkpoint_every)
             rows = _advance(trainer, mark, bar, stopping)
             if trainer.step % settings.eval_every == 0 or trainer.step == settings.steps:
                 rows[-1]["held_out_loss"] = trainer.held_out_loss()
             trainer.history += rows
-            report.append(metrics, rows)
-            unfinished = trainer.step < settings.steps and (stopping() or trainer.step == last)
+            if metrics:
+                report.append(metrics, rows)
+            stops = trainer.parallel.any(stopping())  # all ranks after the same step
+            unfinished = trainer.step < settings.steps and (stops or trainer.step == last)
             if unfinished or (checkpoint_every and (trainer.step == last or trainer.step % checkpoint_every == 0)):
                 trainer.save(report.checkpoint_path(out, settings.optimizer))
 
     complete = trainer.step == settings.steps
-    if complete:
+    if complete and metrics:
         report.append(metrics, [{"summary": _summary(trainer)}])
     return complete
 
@@ -66,6 +71,7 @@ def _progress_bar(trainer: Trainer) -> tqdm:
         desc=settings.optimizer,
         unit="step",
         dynamic_ncols=True,
+        disable=trainer.parallel.rank > 0,
         mininterval=0.5 if sys.stderr.isatty() else 15,  # a log file keeps every update
     )
 
@@ -79,7 +85,8 @@ def _advance(trainer: Trainer, mark: int, bar: tqdm, stopping: Callable[[], bool
     begun = time.perf_counter()
     first = trainer.step + 1
     lrs, losses = [], []
-    while trainer.step < mark and not (losses and stopping()):
+    alone = type(trainer.parallel) is Alone
+    while trainer.step < mark and not (alone and losses and stopping()):
         lrs.append(trainer.lr)
         losses.append(trainer.train_step())
         bar.update()

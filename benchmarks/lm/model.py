@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.lm import UsageError
 
@@ -65,6 +66,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.checkpoint_activations = False
         self.embedding = nn.Embedding(config.vocab, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)
@@ -86,12 +88,20 @@ class GPT(nn.Module):
         rotation = rotary(tokens.shape[1], self.config, tokens.device)
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, rotation)
+            x = (
+                checkpoint(block, x, rotation, use_reentrant=False)
+                if self.checkpoint_activations
+                else block(x, rotation)
+            )
         return self.head(self.norm(x))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy in nats a token, fp32."""
-        return F.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
+        return next_token_loss(self(tokens), targets)
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Block(nn.Module):

@@ -102,13 +102,17 @@ def build(name: str, model: nn.Module, lr: float, weight_decay: float) -> torch.
 
 
 def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of memory that the optimizer's state takes for each parameter; shared memory counts once."""
+    """Bytes of memory that the optimizer's state takes for each parameter; shared memory counts once.
+
+    Of sharded parameters, what this process holds of both.
+    """
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in _plain_tensors(list(optimizer.state.values()))
     }
-    parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    return sum(storages.values()) / parameters
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in parameters)
+    return sum(storages.values()) / held
 
 
 def _plain_tensors(value: Any) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks.lm import UsageError, optimizers, variants
 from benchmarks.lm.data import ByteDataset
 from benchmarks.lm.model import CONFIGS, GPT
+from benchmarks.lm.parallel import Alone
 
 SCHEDULES = ("constant", "cosine", "linear")
 # Name -> dtype of the weights, dtype that autocast computes in, whether the loss is scaled.
@@ -145,27 +146,40 @@ class Trainer:
         settings: what to train and how.
         dataset: what to train on.
         device: where.
+        parallel: on which ranks.
+        checkpoint_activations: whether the backward pass computes what is inside each block again.
 
     Raises:
         UsageError: the optimizer is not installed or does not run on `device`.
     """
 
-    def __init__(self, settings: Settings, dataset: ByteDataset, device: torch.device) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        dataset: ByteDataset,
+        device: torch.device,
+        parallel: Alone | None = None,
+        checkpoint_activations: bool = False,
+    ) -> None:
         self.settings = settings = settings.resolved()
         self.dataset = dataset
         self.device = device
+        self.parallel = parallel = parallel or Alone()
         self.step = 0
         self.history: list[dict[str, Any]] = []
         self.clock = Clock(device)
 
         optimizers.find(settings.optimizer, device)
-        weight_dtype, self.autocast_dtype, scaled = DTYPES[settings.dtype]
+        weight_dtype, compute_dtype, scaled = DTYPES[settings.dtype]
+        self.autocast_dtype = compute_dtype if parallel.autocasts else None
+        parallel.check(settings.dtype, settings.batch_size // settings.accumulate, CONFIGS[settings.model])
         torch.manual_seed(settings.seed)
         with device:
             model = GPT(replace(CONFIGS[settings.model], layers=settings.layers))
         self.model = model.to(weight_dtype)
         variants.apply(self.model, int8=settings.int8, lora=settings.lora, qlora=settings.qlora)
-        self.loss_fn = torch.compile(self.model.loss) if settings.compile else self.model.loss
+        self.model.checkpoint_activations = checkpoint_activations
+        self.loss_fn = parallel.spread(self.model, compute_dtype, settings.compile)
         self.optimizer = optimizers.build(settings.optimizer, self.model, settings.lr, settings.weight_decay)
         self.scheduler = LambdaLR(
             self.optimizer,
@@ -181,7 +195,7 @@ class Trainer:
         losses = []
         for part in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
             with self._autocast():
-                loss = self.loss_fn(*part) / parts
+                loss = self.loss_fn(*map(self.parallel.own, part)) / parts
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
         self._clip()
@@ -191,7 +205,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.scheduler.step()
         self.step += 1
-        return torch.stack(losses).sum()
+        return self.parallel.mean(torch.stack(losses).sum())
 
     @property
     def _window(self) -> tuple[int, torch.Generator]:
@@ -206,7 +220,7 @@ class Trainer:
     def _clip(self) -> None:
         if self.settings.clip:
             self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+            self.parallel.clip(self.model.parameters(), self.settings.clip)
 
     @property
     def lr(self) -> float:
@@ -234,10 +248,16 @@ class Trainer:
         Raises:
             UsageError: the disk is full or the folder cannot be written.
         """
+        checkpoint = self._checkpoint()
+        if self.parallel.rank == 0:
+            self._write(checkpoint, path)
+
+    @staticmethod
+    def _write(checkpoint: dict[str, Any], path: Path) -> None:
         partial_path = path.with_name(path.name + ".partial")
         try:
             with partial_path.open("wb") as file:
-                torch.save(self._checkpoint(), file)
+                torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial_path, path)
@@ -251,8 +271,8 @@ class Trainer:
             "text": _digest(self.dataset),
             "step": self.step,
             "history": self.history,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.parallel.whole(self.model.state_dict()),
+            "optimizer": self.parallel.whole(self.optimizer.state_dict()),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "data_order": self.generator.get_state(),
@@ -261,19 +281,18 @@ class Trainer:
         }
 
     @classmethod
-    def resume(cls, checkpoint: dict[str, Any], dataset: ByteDataset, device: torch.device) -> "Trainer":
-        """The trainer that wrote `checkpoint`, as it was.
+    def resume(cls, checkpoint: dict[str, Any], dataset: ByteDataset, device: torch.device, **place: Any) -> "Trainer":
+        """The trainer that wrote `checkpoint`, as it was, on any number of ranks (`place`, as for a new one).
 
         Raises:
             UsageError: `dataset` is another text.
         """
         if checkpoint["text"] != _digest(dataset):
             raise UsageError("the text is not the one that this run was trained on; give the same --data")
-        trainer = cls(Settings(**checkpoint["settings"]), dataset, device)
+        trainer = cls(Settings(**checkpoint["settings"]), dataset, device, **place)
         trainer.step = checkpoint["step"]
         trainer.history = checkpoint["history"]
-        trainer.model.load_state_dict(checkpoint["model"])
-        trainer.optimizer.load_state_dict(checkpoint["optimizer"])
+        trainer.parallel.load(trainer.model, trainer.optimizer, checkpoint)
         trainer.scheduler.load_state_dict(checkpoint["scheduler"])
         trainer.scaler.load_state_dict(checkpoint["scaler"])
         trainer.generator.set_state(checkpoint["data_order"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torchao.utils import TorchAOBaseTensor
 
-from lowbit_optim import codec
+from lowbit_optim import codec, shards
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ class BlockwiseTensor(TorchAOBaseTensor):
     """A float tensor stored as integer codes and one scale for each block of a row (:func:`codec.row_layout`).
 
     Attributes:
-        codes: integer codes, shaped like the tensor.
+        codes: integer codes, shaped like the tensor. A DTensor for a sharded parameter, and ``scale`` likewise.
         scale: a scale a block, shaped as :func:`codec.scale_shape` says.
         block_size: elements that share a scale.
         dtype: the float dtype it appears to have, and decodes to.
@@ -54,6 +54,16 @@ class BlockwiseTensor(TorchAOBaseTensor):
     def _decode(codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
         """The inverse of :meth:`_encode`."""
         raise NotImplementedError("a block-wise format defines _decode")
+
+    @staticmethod
+    def _encode_part(x: Tensor, absmax: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`_encode`, of rows that are held in part (:func:`codec.encode_part`)."""
+        raise NotImplementedError("a block-wise format defines _encode_part")
+
+    @staticmethod
+    def _decode_part(codes: Tensor, scale: Tensor, block: Tensor) -> Tensor:
+        """The inverse of :meth:`_encode_part`, fp32."""
+        raise NotImplementedError("a block-wise format defines _decode_part")
 
     @classmethod
     def from_float(cls, x: Tensor, block_size: int = 64, dtype: torch.dtype | None = None) -> "BlockwiseTensor":
@@ -90,7 +100,30 @@ class BlockwiseTensor(TorchAOBaseTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of ``dtype`` (``self.dtype`` if None)."""
-        return self._decode(self.codes, self.scale, self.block_size, dtype or self.dtype)
+        dtype = dtype or self.dtype
+        if not shards.is_dtensor(self.codes):
+            return self._decode(self.codes, self.scale, self.block_size, dtype)
+        codes: Any = self.codes
+        values = self.dequantize_local().to(dtype).view(codes.to_local().shape)
+        return shards.from_local(values, codes, self.shape, codes.placements)
+
+    def dequantize_local(self) -> Tensor:
+        """What this rank holds of a sharded tensor, fp32, in rows as blocks see it."""
+        layout = shards.block_layout(self.codes, self.block_size)
+        local = self.local_rows()
+        if layout.shared:
+            return self._decode_part(local.codes, local.scale, layout.blocks(local.device))
+        return local.dequantize(torch.float32)
+
+    def local_rows(self) -> "BlockwiseTensor":
+        """What this rank holds of a sharded tensor, in rows as blocks see it; in the same memory.
+
+        Where blocks are held in part, this has more scales than its shape says.
+        """
+        layout = shards.block_layout(self.codes, self.block_size)
+        codes = shards.to_local(self.codes).view(layout.rows, layout.row_length)
+        scale = shards.to_local(self.scale).view(layout.rows, layout.n_blocks)
+        return type(self)(codes, scale, self.block_size, self.dtype)
 
     def as_rows(self, row_length: int) -> "BlockwiseTensor":
         """A ``(numel / row_length, row_length)`` view; ``row_length`` is the block size or the rows' own length."""

@@ -22,3 +22,11 @@ class OptimState8bit(BlockwiseTensor):
     @staticmethod
     def _decode(codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
         return codec.decode(codes, scale, block_size, dtype)
+
+    @staticmethod
+    def _encode_part(x: Tensor, absmax: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+        return codec.encode_part(x, absmax, block)
+
+    @staticmethod
+    def _decode_part(codes: Tensor, scale: Tensor, block: Tensor) -> Tensor:
+        return codec.decode_part(codes, scale, block)

@@ -534,3 +534,39 @@ def test_metrics_are_json_with_the_settings_first(text: Path, tmp_path: Path):
         == Settings("torch.AdamW", layers=1, batch_size=4, seq_len=16, steps=6, lr=0.25, eval_every=6).resolved()
     )
     assert "summary" in lines[-1]
+
+
+# --- Several ranks ---------------------------------------------------------------------------------------------------
+
+
+def torchrun(ranks: int, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    env = {**os.environ, "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    script = str(ROOT / "benchmarks" / "train_lm.py")
+    return subprocess.run([*command, script, *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("how", ["fsdp", "hsdp --cpu-offload", "tp", "ddp"])
+def test_ranks_train_as_one_process_does(how: str, text: Path, tmp_path: Path):
+    """Stopped on 2 ranks, with activations computed again, and gone on with in one process, which writes the end."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(text, whole) == 0
+    options = ["--parallel", *how.split(), "--checkpoint-activations", "--stop-at", "3", "--out", str(parts)]
+    stopped = torchrun(2, *QUICK, "--data", str(text), *options)
+    assert stopped.returncode == 0, stopped.stderr
+    assert train_lm.main(["--resume", str(parts / "lion8bit.pt")]) == 0
+    alone, together = (report.read(folder / "lion8bit.jsonl").rows for folder in (whole, parts))
+    for a, b in zip(alone, together, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=0.02)  # sums in another order, and Lion sees their signs
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--parallel pp", "parallel is 'pp'; choose from fsdp, hsdp, tp, ddp"),
+        ("--parallel fsdp", "takes several processes: torchrun"),
+    ],
+)
+def test_bad_ways_of_being_parallel_get_one_line(options: str, message: str, text: Path, tmp_path: Path, capsys):
+    assert main(text, tmp_path / "run", *options.split()) == 2
+    assert message in error_line(capsys.readouterr().err)

@@ -1,0 +1,220 @@
+"""The state of sharded parameters, and their step on what each rank holds.
+
+A step needs nothing of other ranks, except where a placement cuts through blocks (:class:`SharedBlocks`).
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_optim import codec, shards
+from lowbit_optim.subclasses import OptimState8bit
+from lowbit_optim.subclasses.blockwise import BlockwiseTensor
+
+# --- State ----------------------------------------------------------------------------------------------------------
+
+
+def zeros(p: Tensor, block_size: int | None) -> Tensor:
+    """Zero momentum shaped and sharded like ``p``, on the device of its shard; float32 if ``block_size`` is None."""
+    if not shards.is_dtensor(p):
+        if block_size is not None:
+            return OptimState8bit.zeros(p.shape, block_size, device=p.device)
+        return torch.zeros(p.shape, dtype=torch.float32, device=p.device)
+    sharded: Any = p
+    shape, device = shards.shard_of(p).shape, sharded.to_local().device
+    if block_size is None:
+        local = torch.zeros(shape, dtype=torch.float32, device=device)
+        return shards.from_local(local, p, p.shape, sharded.placements)
+    layout = shards.block_layout(p, block_size)
+    codes = torch.zeros(shape, dtype=torch.int8, device=device)
+    scale = torch.zeros(layout.scale_shape, dtype=codec.SCALE_DTYPE, device=device)
+    return OptimState8bit(
+        shards.from_local(codes, p, p.shape, sharded.placements),
+        shards.from_local(scale, p, codec.scale_shape(p.shape, block_size), layout.scale_placements),
+        block_size,
+    )
+
+
+def store(target: Tensor, momentum: Tensor) -> None:
+    """Write ``momentum`` into state of the same shape, whichever of the two are sharded or quantised, and how.
+
+    Bits are kept where both are quantised with one block size. Sharded momentum that ``target`` holds otherwise is
+    gathered, one whole tensor at a time, which is a collective call.
+    """
+    if not _is_sharded(target) and not _is_sharded(momentum):
+        target.copy_(momentum.to(target.device))
+        return
+    if _block_size(target) != _block_size(momentum):
+        momentum = _whole(momentum)
+        if isinstance(target, BlockwiseTensor):
+            momentum = target.from_float(momentum, target.block_size)
+    for part, source in zip(_parts(target), _parts(momentum), strict=True):
+        shards.copy_(part, source)
+
+
+def _whole(momentum: Tensor) -> Tensor:
+    """Gathered and decoded."""
+    if isinstance(momentum, BlockwiseTensor):
+        codes, scale = map(shards.full, _parts(momentum))
+        return type(momentum)(codes, scale, momentum.block_size).dequantize()
+    return shards.full(momentum)
+
+
+def _is_sharded(momentum: Tensor) -> bool:
+    return shards.is_dtensor(_parts(momentum)[0])
+
+
+def _parts(momentum: Tensor) -> tuple[Tensor, ...]:
+    return (momentum.codes, momentum.scale) if isinstance(momentum, BlockwiseTensor) else (momentum,)
+
+
+def _block_size(momentum: Tensor) -> int | None:
+    return momentum.block_size if isinstance(momentum, BlockwiseTensor) else None
+
+
+# --- What can be stepped --------------------------------------------------------------------------------------------
+
+
+def check_not_flattened(p: Tensor) -> None:
+    if getattr(p, "_fsdp_flattened", False) or getattr(p, "_is_flat_param", False) or hasattr(p, "ds_id"):
+        raise NotImplementedError(
+            f"a parameter of shape {tuple(p.shape)} is part of a flattened buffer (FullyShardedDataParallel, DeepSpeed "
+            "ZeRO), which hides the shapes that blocks follow. Use FSDP2: torch.distributed.fsdp.fully_shard(model)"
+        )
+
+
+def check(p: Any, grad: Any, name: str) -> None:
+    """That a step of ``p`` can be done, before anything moves."""
+    check_not_flattened(p)
+    if shards.is_dtensor(p):
+        shards.shard_of(p)
+    if shards.is_dtensor(p) != shards.is_dtensor(grad):
+        kind = {True: "a DTensor", False: "a plain tensor"}
+        raise TypeError(
+            f"{name} of shape {tuple(p.shape)} is {kind[shards.is_dtensor(p)]}, its gradient "
+            f"{kind[shards.is_dtensor(grad)]}. Make the gradient DTensor.from_local(grad, p.device_mesh, "
+            "p.placements, shape=p.shape, stride=p.stride()), or let FSDP or the tensor-parallel style do it."
+        )
+    if shards.is_dtensor(p) and p.device_mesh != grad.device_mesh:
+        raise ValueError(
+            f"{name} of shape {tuple(p.shape)} is on {p.device_mesh}, its gradient on {grad.device_mesh}. "
+            "They must be on one mesh."
+        )
+
+
+def local_grad(p: Any, grad: Any) -> Tensor:
+    """What this rank holds of the gradient, cut like ``p``: one with other placements (Partial, say) is redistributed.
+
+    Every rank of the mesh takes part in that.
+    """
+    if shards.is_dtensor(p) and not shards.same_sharding(p, grad):
+        grad = grad.redistribute(placements=p.placements)
+    return shards.to_local(grad)
+
+
+# --- The step on local tensors --------------------------------------------------------------------------------------
+
+
+class LocalStep(NamedTuple):
+    """What to call an update function on: plain tensors of one shape, which lie at ``position`` in the parameter.
+
+    None: at the same indices, or the position does not matter.
+    """
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    position: codec.Position | None
+
+
+def local_steps(whole: Tensor, param: Tensor, grad: Tensor, exp_avg: Tensor, noisy: bool) -> Iterator[LocalStep]:
+    """One for most shards; none for an empty one.
+
+    Args:
+        whole: the parameter, sharded or not.
+        param, grad: what this rank holds of it, contiguous.
+        exp_avg: its momentum: an ``OptimState8bit`` whose blocks are held whole, or a float tensor, or of such the
+            local part.
+        noisy: whether weights are rounded stochastically, so that the position matters.
+    """
+    if not shards.is_dtensor(whole):
+        yield LocalStep(param, grad, exp_avg, None)
+        return
+    exp_avg = exp_avg.local_rows() if isinstance(exp_avg, BlockwiseTensor) else shards.to_local(exp_avg)
+    pieces = shards.shard_of(whole).pieces
+    if pieces and not noisy:
+        yield LocalStep(param.view(exp_avg.shape), grad.view(exp_avg.shape), exp_avg, None)
+        return
+    start = 0
+    for piece in pieces:
+        end = start + piece.rows * piece.length
+        state = exp_avg if len(pieces) == 1 else _slice(exp_avg, start, end)
+        weights, gradients = (x.view(-1)[start:end].view(state.shape) for x in (param, grad))
+        yield LocalStep(weights, gradients, state, piece.position())
+        start = end
+
+
+def _slice(exp_avg: Tensor, start: int, end: int) -> Tensor:
+    """Elements that follow each other in memory: some whole rows, or some whole blocks of one."""
+    if not isinstance(exp_avg, BlockwiseTensor):
+        return exp_avg.view(-1)[start:end]
+    row_length, n_blocks = exp_avg.shape[1], exp_avg.scale.shape[1]
+    part_length = min(row_length, end - start)
+    codes = exp_avg.codes.view(-1)[start:end].view(-1, part_length)
+    part_blocks = codec.blocks_per_row(part_length, exp_avg.block_size)
+    first = start // row_length * n_blocks + start % row_length // exp_avg.block_size
+    scale = exp_avg.scale.view(-1)[first : first + codes.shape[0] * part_blocks].view(-1, part_blocks)
+    return type(exp_avg)(codes, scale, exp_avg.block_size, exp_avg.dtype)
+
+
+class SharedBlocks:
+    """Momentum whose blocks several ranks hold parts of: stored after one small all-reduce for all of it.
+
+    :meth:`decode` gives the update function float momentum to write to; :meth:`encode`, once all are updated, stores
+    that. In between, the float momentum of these parameters is in memory.
+    """
+
+    def __init__(self) -> None:
+        self._decoded: dict[Any, list[tuple[BlockwiseTensor, Tensor]]] = {}
+
+    def decode(self, exp_avg: Tensor) -> Tensor:
+        """``exp_avg`` itself, unless it has such blocks; then the fp32 values that this rank holds, in rows."""
+        if not isinstance(exp_avg, BlockwiseTensor) or not shards.is_dtensor(exp_avg.codes):
+            return exp_avg
+        shared = shards.block_layout(exp_avg.codes, exp_avg.block_size).shared
+        if not shared:
+            return exp_avg
+        codes: Any = exp_avg.codes
+        values = exp_avg.dequantize_local()
+        self._decoded.setdefault((codes.device_mesh, shared), []).append((exp_avg, values))
+        return values
+
+    def encode(self) -> None:
+        """Every rank of the mesh takes part, in the same order: the one in which they were decoded."""
+        for (mesh, shared), decoded in self._decoded.items():
+            maxima = self._reduce_maxima(mesh, shared, [_maxima(exp_avg, values) for exp_avg, values in decoded])
+            for (exp_avg, values), absmax in zip(decoded, maxima, strict=True):
+                block = shards.block_layout(exp_avg.codes, exp_avg.block_size).blocks(values.device)
+                codes, scale = exp_avg._encode_part(values, absmax, block)
+                local = exp_avg.local_rows()
+                local.codes.copy_(codes)
+                local.scale.copy_(scale)
+        self._decoded.clear()
+
+    @staticmethod
+    def _reduce_maxima(mesh: Any, shared: tuple[int, ...], maxima: list[Tensor]) -> list[Tensor]:
+        """The larger of all ranks' along the dimensions ``shared`` of ``mesh``."""
+        import torch.distributed as dist
+
+        reduced = torch.cat([x.flatten().to(mesh.device_type) for x in maxima])
+        for dim in shared:
+            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        parts = reduced.split([x.numel() for x in maxima])
+        return [part.view(x.shape).to(x.device) for part, x in zip(parts, maxima, strict=True)]
+
+
+def _maxima(exp_avg: BlockwiseTensor, values: Tensor) -> Tensor:
+    layout = shards.block_layout(exp_avg.codes, exp_avg.block_size)
+    return codec.absmax_of_part(values, layout.blocks(values.device), layout.n_blocks)
