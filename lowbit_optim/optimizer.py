@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tupl
 
 _PARAM_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _GRAD_DTYPES = {*_PARAM_DTYPES, torch.float64}
+_SAVING = threading.RLock()  # reentrant, since a user's hook may ask for a state dict too
 _MAX_FUSED_BLOCK_SIZE = 4096  # a program of the kernel keeps a block in its registers
 _PLAIN = {Tensor, nn.Parameter}
 
@@ -159,11 +161,12 @@ class LowBitOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, with plain tensors alone: an 8-bit momentum is ``{"codes": int8, "scale": uint8}``."""
-        handle = self.register_state_dict_post_hook(_pack_state_dict, prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
+        with _SAVING:  # a thread that logs or saves must not meet another one's hook
+            handle = self.register_state_dict_post_hook(_pack_state_dict, prepend=True)
+            try:
+                return super().state_dict()
+            finally:
+                handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load from this package or another; the formats are in :func:`lowbit_optim.checkpoint.read_state_dict`.

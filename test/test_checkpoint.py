@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,16 @@ def test_weights_only_load_in_a_process_that_has_not_imported_the_package(tmp_pa
         [sys.executable, "-c", script, str(tmp_path / "optimizer.pt")], capture_output=True, text=True, check=True
     )
     assert int(out.stdout) == int(saved["state"][0]["exp_avg"]["codes"].int().abs().sum())
+
+
+def test_threads_may_ask_for_a_state_dict_at_once() -> None:
+    optimizer = Lion8bit([nn.Parameter(torch.randn(64, 64)) for _ in range(4)])
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    with ThreadPoolExecutor(4) as pool:
+        for saved in pool.map(lambda _: optimizer.state_dict(), range(2000)):
+            assert all(set(state["exp_avg"]) == {"codes", "scale"} for state in saved["state"].values())
 
 
 def test_safetensors_carries_the_tensors(tmp_path: Path) -> None:
