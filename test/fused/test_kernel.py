@@ -185,6 +185,17 @@ def test_what_is_not_finite() -> None:
     assert all(m.dequantize().isfinite().all() for m in states[:2])
 
 
+def test_a_gpus_own_nan_stays_one_whatever_the_noise() -> None:
+    """It is 0x7FFFFFFF, to which noise may add a carry into the sign; a CPU's has zeros there."""
+    from rounding_kernel import round_to_bfloat16
+
+    nan = torch.full((64,), 0x7FFFFFFF, dtype=torch.int32, device=DEVICE).view(torch.float32)
+    noise = torch.linspace(0, 65535, 64).to(DEVICE, torch.int32)
+    out = torch.zeros(64, dtype=torch.int16, device=DEVICE)
+    round_to_bfloat16[(1,)](nan, noise, out, 64)
+    assert out.view(torch.bfloat16).isnan().all()
+
+
 def test_scalars_on_the_device() -> None:
     params, states = make([(3, 128), (17, 75), (100,)], torch.bfloat16)
     expected, expected_states = copies(params), copies(states)
