@@ -30,12 +30,16 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 class Updates(NamedTuple):
-    """What is to be stepped: lists of equal length. ``indices`` count over all groups."""
+    """What is to be stepped: lists of equal length.
+
+    ``indices`` count over all groups; ``firsts`` are the indices of first elements, where the others are shards.
+    """
 
     params: list[Tensor]
     grads: list[Tensor]
     exp_avgs: list[Tensor]
     indices: list[int]
+    firsts: list[int]
 
     def select(self, chosen: list[bool]) -> "Updates":
         columns: list[list[Any]] = [list(itertools.compress(column, chosen)) for column in self]
@@ -218,7 +222,7 @@ class LowBitOptimizer(Optimizer):
             indices = list(range(first, first + len(params)))
             first += len(params)
             exp_avgs: list[Any] = [state["exp_avg"] if state else None for state in states]
-            updates = Updates(params, [p.grad for p in params], exp_avgs, indices)
+            updates = Updates(params, [p.grad for p in params], exp_avgs, indices, [0] * len(params))
             if not all(map(operator.is_not, updates.grads, itertools.repeat(None))):
                 updates = updates.select([grad is not None for grad in updates.grads])
             collected.append(updates)
@@ -248,7 +252,7 @@ class LowBitOptimizer(Optimizer):
 
     def _prepare(self, number: int, updates: Updates) -> _GroupStep:
         """Raises whatever is wrong with a group or its parameters."""
-        group, none = self.param_groups[number], Updates([], [], [], [])
+        group, none = self.param_groups[number], Updates([], [], [], [], [])
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
             group.setdefault("initial_lr", _copy(group["lr"]))
         _check_lr(group)
@@ -261,6 +265,7 @@ class LowBitOptimizer(Optimizer):
         copied: list[tuple[Tensor, Tensor]] = []
         if not _are_plain(updates):
             _check_updates(updates)
+            updates = _in_one_run(updates)
             chosen = [self._is_fused(p, group) for p in updates.params]
             one_by_one = updates.select([not each for each in chosen])
             updates, copied = _as_plain(updates.select(chosen))
@@ -295,7 +300,7 @@ class LowBitOptimizer(Optimizer):
         if not torch.compiler.is_compiling():  # inside a user's own graph, that compiler fuses it
             update = _compiled_update(update)
         on_device: dict[torch.device, tuple[Tensor, ...]] = {}
-        for p, grad, exp_avg, index in zip(*updates, strict=True):
+        for p, grad, exp_avg, index, _ in zip(*updates, strict=True):
             if p.device not in on_device:
                 on_device[p.device] = tuple(as_scalar(value, p.device) for value in scalars)
             noise = self._noise(p, index, group)
@@ -327,7 +332,8 @@ class LowBitOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Then GradScaler leaves scaled gradients and ``found_inf`` to the step, which waits for neither."""
-        return all(self._is_fused(p, group) for group in self.param_groups for p in group["params"] if _is_trained(p))
+        params = ((p, group) for group in self.param_groups for p in group["params"] if _is_trained(p))
+        return all(not shards.is_dtensor(p) and self._is_fused(p, group) for p, group in params)
 
     def _step_together(self, step: _GroupStep) -> None:
         count, grad_scale = step.group["step"], getattr(self, "grad_scale", None)
@@ -344,7 +350,7 @@ class LowBitOptimizer(Optimizer):
 
 def _why_not_fused(p: Tensor, group: Mapping[str, Any]) -> str | None:
     if shards.is_dtensor(p):
-        return "it is a DTensor, which is stepped one by one for now"
+        return "this rank holds parts of its rows or blocks, or its gradient is cut otherwise"
     if not p.is_cuda:
         return f"it is on {p.device}, and the kernel needs CUDA"
     if group["block_size"] > _MAX_FUSED_BLOCK_SIZE:
@@ -376,6 +382,15 @@ def _update_param(
         update(step.param, step.grad, step.exp_avg, *scalars, *noise, step.position)
     if copied:
         local.copy_(values)
+
+
+def _in_one_run(updates: Updates) -> Updates:
+    """With what this rank holds in place of each DTensor, where the fused step can take that."""
+    rows = []
+    for p, grad, exp_avg, index, first in zip(*updates, strict=True):
+        run = sharding.one_run(p, grad, exp_avg) if shards.is_dtensor(p) else None
+        rows.append((p, grad, exp_avg, index, first) if run is None else (*run[:3], index, run[3]))
+    return Updates(*(list(column) for column in zip(*rows, strict=True))) if rows else updates
 
 
 def _are_plain(updates: Updates) -> bool:
@@ -533,13 +548,13 @@ def _copy(value: Any) -> Any:
 
 
 def _check_updates(updates: Updates) -> None:
-    for p, grad, _, index in zip(*updates, strict=True):
+    for p, grad, _, index, _ in zip(*updates, strict=True):
         sharding.check(p, grad, f"parameter {index}")
     if not {p.dtype for p in updates.params} <= _PARAM_DTYPES:
         for p in updates.params:
             _check_dtype(p)
     if not {grad.layout for grad in updates.grads} <= {torch.strided}:
-        for p, grad, _, index in zip(*updates, strict=True):
+        for p, grad, _, index, _ in zip(*updates, strict=True):
             if grad.layout != torch.strided:
                 raise RuntimeError(
                     f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({grad.layout}); this "

@@ -156,6 +156,26 @@ def local_steps(whole: Tensor, param: Tensor, grad: Tensor, exp_avg: Tensor, noi
         start = end
 
 
+def one_run(param: Any, grad: Any, exp_avg: Any) -> tuple[Tensor, Tensor, Tensor, int] | None:
+    """What this rank holds of a DTensor, its gradient and momentum, if it lies in one run of whole blocks.
+
+    Returns:
+        Plain tensors of one shape, in the same memory, and the index of their first element in the whole parameter.
+        None for any other shard, or if the gradient is not cut like the parameter.
+    """
+    pieces = shards.shard_of(param).pieces
+    if len(pieces) > 1 or any(piece.rows > 1 for piece in pieces) or not shards.same_sharding(param, grad):
+        return None
+    is_quantized = isinstance(exp_avg, BlockwiseTensor)
+    if is_quantized and shards.block_layout(exp_avg.codes, exp_avg.block_size).shared:
+        return None
+    values, gradient = shards.to_local(param), shards.to_local(grad)
+    if not values.is_contiguous() or not gradient.is_contiguous():
+        return None
+    state = exp_avg.local_rows() if is_quantized else shards.to_local(exp_avg)
+    return values.view(state.shape), gradient.view(state.shape), state, pieces[0].first if pieces else 0
+
+
 def _slice(exp_avg: Tensor, start: int, end: int) -> Tensor:
     """Elements that follow each other in memory: some whole rows, or some whole blocks of one."""
     if not isinstance(exp_avg, BlockwiseTensor):

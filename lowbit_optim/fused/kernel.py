@@ -14,7 +14,7 @@ from lowbit_optim import codec
 
 # The table, int64: the address of each gradient; these fields of each tensor, sizes in elements; the first program of
 # each tensor; for each PROGRAMS_PER_BUCKET programs the tensor of the first of them; the last tensor.
-FIELDS = ("kind", "param", "exp_avg", "scale", "numel", "row_length", "noise_key")
+FIELDS = ("kind", "param", "exp_avg", "scale", "numel", "row_length", "noise_key", "first_element")
 N_FIELDS = tl.constexpr(len(FIELDS))
 PROGRAMS_PER_BUCKET = tl.constexpr(4096)
 
@@ -155,6 +155,7 @@ def _step_blocks(
     if found_inf is not None:
         numel = tl.where(tl.load(found_inf) == 0, numel, 0)
 
+    first_element = tl.load(fields + 7)  # of a shard, in the whole parameter: noise follows that
     rows = tl.arange(0, ROWS)
     lanes = tl.arange(0, WIDTH)[None, :]
     if UNEVEN:
@@ -173,8 +174,9 @@ def _step_blocks(
         has_block = row < tl.minimum(numel // row_length - first_row, ROWS).to(tl.int32)
         offset = begin[:, None] + lanes
         mask = has_block[:, None] & (lanes < length[:, None])
-        index = (first % _NOISE_LANES).to(tl.int32) + offset
-        group = (first // _NOISE_LANES).to(tl.int32) + index // _NOISE_LANES
+        first_element += first
+        index = (first_element % _NOISE_LANES).to(tl.int32) + offset
+        group = (first_element // _NOISE_LANES).to(tl.int32) + index // _NOISE_LANES
         lane = index % _NOISE_LANES
         param_ptr += first
         grad_ptr += first
@@ -191,10 +193,11 @@ def _step_blocks(
         offset = rows[:, None] * WIDTH + lanes
         has_block = rows * WIDTH < remaining
         mask = offset < remaining
+        first_group = ((first_element + first) // _NOISE_LANES).to(tl.int32)
         if WIDTH <= _NOISE_LANES:  # a row has one group
-            group = ((first // _NOISE_LANES).to(tl.int32) + rows * WIDTH // _NOISE_LANES)[:, None]
+            group = (first_group + rows * WIDTH // _NOISE_LANES)[:, None]
         else:
-            group = (first // _NOISE_LANES).to(tl.int32) + offset // _NOISE_LANES
+            group = first_group + offset // _NOISE_LANES
         lane = lanes if WIDTH == _NOISE_LANES else offset % _NOISE_LANES
 
     # volatile keeps these loads together: the compiler would put the weights' after the momentum's arithmetic, and a

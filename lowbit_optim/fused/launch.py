@@ -57,7 +57,7 @@ class FusedLion:
         """Raises RuntimeError if the state or the gradient of a parameter does not fit it."""
         block_size, seed, stochastic_rounding = options
         launches: dict[tuple[Any, ...], _Launch] = {}
-        for number, (param, grad, exp_avg, index) in enumerate(zip(*updates, strict=True)):
+        for number, (param, grad, exp_avg, index, first) in enumerate(zip(*updates, strict=True)):
             _check(param, grad, exp_avg)
             if param.numel() == 0:
                 continue
@@ -67,7 +67,7 @@ class FusedLion:
             kind = (param.device, param.dtype, grad.dtype, block, stochastic_rounding)
             if kind not in launches:
                 launches[kind] = _Launch(*kind)
-            launches[kind].add(number, param, grad, exp_avg, codec.noise_key(seed, index))
+            launches[kind].add(number, param, grad, exp_avg, codec.noise_key(seed, index), first)
         self._launches = list(launches.values())
         self._grads = list(map(Tensor.data_ptr, updates.grads))
         self._key = _key(updates, options, self._grads)
@@ -108,6 +108,7 @@ def _key(updates: "Updates", options: tuple[int, int, bool], grads: list[int]) -
         *[address % _ALIGNMENT for address in grads],
         options,
         updates.indices,
+        updates.firsts,
     ]
 
 
@@ -140,15 +141,18 @@ class _Launch:
         """Fewer, since their addresses take registers."""
         return max(1, self.rows // 4)
 
-    def add(self, number: int, param: Tensor, grad: Tensor, exp_avg: Tensor, noise_key: int) -> None:
+    def add(self, number: int, param: Tensor, grad: Tensor, exp_avg: Tensor, noise_key: int, first: int) -> None:
         """A tensor with at least one element; ``number`` is its place among the gradients."""
         kind, blocks, fields = _fields(param, grad, exp_avg, self.block_size)
+        if first % codec.NOISE_LANES:
+            kind |= UNEVEN
+            fields = (kind, *fields[1:])
         first_program = self.programs
         self.programs += -(-blocks // (self.uneven_rows if kind & UNEVEN else self.rows))
         n_buckets = -(-self.programs // PROGRAMS_PER_BUCKET.value)
         self.buckets.extend([len(self.members)] * (n_buckets - len(self.buckets)))
         self.members.append(number)
-        self.fields.extend((*fields, noise_key))
+        self.fields.extend((*fields, noise_key, first))
         self.first_programs.append(first_program)
         self.kinds |= 1 << kind
 

@@ -95,8 +95,11 @@ class Fused:
         scalars: tuple = SCALARS,
         inverse_grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        firsts: list[int] | None = None,
     ) -> None:
-        updates, options = Updates(params, grads, states, list(range(len(params)))), (block_size, 0, rounding)
+        n = len(params)
+        updates = Updates(params, grads, states, list(range(n)), [0] * n if firsts is None else firsts)
+        options = (block_size, 0, rounding)
         if not self.step.takes(updates, options):
             self.step.plan(updates, options)
             self.plans += 1
@@ -244,6 +247,25 @@ def test_many_programs_find_their_tensor(monkeypatch: pytest.MonkeyPatch) -> Non
     Fused()(params, grads, states, 1)
     reference(expected, grads, expected_states, 1, True)
     assert_same_bits(params + states, expected + expected_states)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut"),
+    [((40, 128), 17), ((40, 64), 3), ((7, 75), 2), ((300, 16), 101), ((9, 3, 4, 4), 5), ((1000,), 333)],
+)
+def test_a_shard_rounds_as_its_part_of_the_whole(shape: tuple[int, ...], cut: int) -> None:
+    """Cut along the first dimension, as FSDP2 does."""
+    (whole,), (state,) = make([shape], torch.bfloat16)
+    grads = gradients([whole], torch.bfloat16)
+    row = whole[0].numel() if len(shape) > 1 else 1
+    for begin, end in [(0, cut), (cut, shape[0])]:
+        shard, part = whole[begin:end].clone(), state[begin:end].clone()
+        fused = Fused()
+        fused_updates = ([shard], [grads[0][begin:end].clone()], [part])
+        fused(*fused_updates, 1, firsts=[begin * row])
+        expected, expected_state = whole.clone(), state.clone()
+        reference([expected], grads, [expected_state], 1, True)
+        assert_same_bits([shard, part], [expected[begin:end], expected_state[begin:end]])
 
 
 def test_launches_are_few() -> None:
