@@ -265,7 +265,7 @@ class LowBitOptimizer(Optimizer):
         copied: list[tuple[Tensor, Tensor]] = []
         if not _are_plain(updates):
             _check_updates(updates)
-            updates = _in_one_run(updates)
+            updates = _in_one_run(updates, lambda p: self._is_fused(p, group))
             chosen = [self._is_fused(p, group) for p in updates.params]
             one_by_one = updates.select([not each for each in chosen])
             updates, copied = _as_plain(updates.select(chosen))
@@ -384,12 +384,15 @@ def _update_param(
         local.copy_(values)
 
 
-def _in_one_run(updates: Updates) -> Updates:
-    """With what this rank holds in place of each DTensor, where the fused step can take that."""
-    rows = []
+def _in_one_run(updates: Updates, is_fused: Callable[[Tensor], bool]) -> Updates:
+    """With what this rank holds in place of each DTensor that the fused step can take so."""
+    rows: list[tuple[Any, ...]] = []
     for p, grad, exp_avg, index, first in zip(*updates, strict=True):
         run = sharding.one_run(p, grad, exp_avg) if shards.is_dtensor(p) else None
-        rows.append((p, grad, exp_avg, index, first) if run is None else (*run[:3], index, run[3]))
+        if run is not None and is_fused(run[0]):
+            rows.append((*run[:3], index, run[3]))
+        else:
+            rows.append((p, grad, exp_avg, index, first))
     return Updates(*(list(column) for column in zip(*rows, strict=True))) if rows else updates
 
 

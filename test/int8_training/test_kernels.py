@@ -14,9 +14,6 @@ INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Triton 3.6's interpreter makes integers of arrays in a way that NumPy no longer allows.
 CANNOT_LOOP = triton.__version__.startswith("3.6") and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
-pytestmark = pytest.mark.skipif(
-    INTERPRETED and CANNOT_LOOP, reason="this version of Triton's interpreter does not work with this one of NumPy"
-)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 16), (5, 7), (64, 128), (70, 1000), (300, 33)]
 CONFIGS = [
@@ -30,6 +27,12 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
         kernels.MatmulConfig(128, 256, 128, 3, 8, group_m=2, resident=1, pipelined=True),
         kernels.MatmulConfig(64, 64, 128, 4, 4, group_m=2, resident=2, pipelined=True),
     ]
+
+
+@pytest.fixture(autouse=True)
+def _can_loop() -> None:
+    if INTERPRETED and CANNOT_LOOP:
+        pytest.skip("this version of Triton's interpreter does not work with this one of NumPy")
 
 
 def same(a: Tensor, b: Tensor) -> bool:
