@@ -279,6 +279,32 @@ def test_launches_are_few() -> None:
     assert fused.plans == 1, "new addresses of gradients alone need no new plan"
 
 
+def test_a_plan_is_for_these_tensors_alone() -> None:
+    """But for gradients, which may be anywhere that begins on 16 bytes as well."""
+    params, states = make([(3, 128), (100,)], torch.float32)
+    grads = [torch.randn_like(p) for p in params]
+    fused, options = Fused().step, (64, 0, True)
+    given = Updates(params, grads, states, [0, 1], [0, 0])
+    fused.plan(given, options)
+    assert fused.takes(given, options)
+    assert fused.takes(given._replace(grads=[g.clone() for g in grads]), options)
+    odd = torch.randn(3 * 128 + 1, device=DEVICE)[1:].view(3, 128)
+    for other in [
+        {"params": [params[0].view(6, 64), params[1]]},
+        {"params": [params[0].clone(), params[1]]},
+        {"grads": [odd, grads[1]]},
+        {"grads": [grads[0].to(torch.bfloat16), grads[1]]},
+        {"grads": [grads[0], grads[1][:64]]},
+        {"exp_avgs": [states[0].clone(), states[1]]},
+        {"exp_avgs": [OptimState8bit(states[0].codes, states[0].scale, 32), states[1]]},
+        {"indices": [0, 2]},
+        {"firsts": [0, 64]},
+    ]:
+        assert not fused.takes(given._replace(**other), options), other.keys()
+    for changed in [(32, 0, True), (64, 1, True), (64, 0, False)]:
+        assert not fused.takes(given, changed)
+
+
 @pytest.mark.parametrize("part", ["shape", "dtype", "device"])
 def test_state_that_does_not_fit_is_refused(part: str) -> None:
     params, _ = make([(3, 128)], torch.float32)
