@@ -786,7 +786,7 @@ torch.save([p.detach(), optimizer.state[p]["exp_avg"].codes], {str(tmp_path / "b
 
 
 def test_no_test_file_is_skipped_as_a_whole() -> None:
-    """Report 91: all low-bit tests were skipped on a platform though the code was pure PyTorch. Triton kernels aside."""
+    """Report 91: all low-bit tests were skipped on a platform though the code was pure PyTorch. Kernels aside."""
     skipped = re.compile(r'^(pytest\.skip|pytest\.importorskip(?!\("triton"\))|pytestmark.*skip)', re.M)
     for path in Path(__file__).parent.rglob("test_*.py"):
         assert not skipped.search(path.read_text()), path.name
