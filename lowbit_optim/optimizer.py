@@ -49,8 +49,8 @@ class Updates(NamedTuple):
 class _StateOrder:
     """Where in ``Optimizer.state`` each parameter's state is.
 
-    To find it there, torch hashes a parameter in Python. On the H200's host that took 1.6 µs, where all else that a
-    fused step does for a tensor took as long.
+    To find it there, torch hashes a parameter in Python, which can take the host more time than all else that a fused
+    step does for it (docs/internals.md).
     """
 
     def __init__(self, state: Mapping[Tensor, Any], groups: list[list[Tensor]]) -> None:

@@ -110,7 +110,7 @@ class Fused:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_bit_is_the_eager_steps(dtype: torch.dtype, rounding: bool) -> None:
     if not rounds_like_a_gpu(dtype, rounding):
-        pytest.skip("Triton's interpreter does not round bfloat16 to nearest")
+        pytest.skip("Triton's interpreter does not round bfloat16 to nearest; this runs on a GPU")
     params, states = make(SHAPES, dtype)
     expected, expected_states = copies(params), copies(states)
     fused = Fused()
