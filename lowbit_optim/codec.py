@@ -403,6 +403,14 @@ def merge_weight(weight: Tensor, residual: Tensor) -> Tensor:
     return _from_ordinal(merged, weight.dtype)
 
 
+def convert_residual(residual: Tensor, dtype: torch.dtype) -> Tensor:
+    """Between int8 and int16; to int8 rounded to nearest, ties away from zero, saturating at 127."""
+    if residual.dtype == dtype:
+        return residual
+    fine = residual.to(torch.int32)
+    return (fine << 8 if dtype == torch.int16 else ((fine + 0x80) >> 8).clamp(max=127)).to(dtype)
+
+
 def read_weight(weight: Tensor, residual: Tensor | None) -> Tensor:
     """fp32: the master weight if there is a residual."""
     return weight.float() if residual is None else merge_weight(weight, residual)
