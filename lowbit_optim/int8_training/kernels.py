@@ -227,9 +227,8 @@ class MatmulConfig:
         warps: of 32 threads, that compute a tile.
         group_m: tiles, one below the other, that are computed in a row for the cache's sake.
         descriptors: load and store through tensor descriptors, from compute capability 9.0 on. The rest is for these.
-        halves: store a tile in two parts, which takes half the shared memory.
+        parts: 1, 2 or 4 that a tile is stored in, one after the other, which takes so much less shared memory.
         resident: programs on each multiprocessor, which go from tile to tile; 0 for one program a tile.
-        pipelined: the kernel in ``hopper.py``, which is for compute capability 9 alone and needs ``resident`` programs.
     """
 
     block_m: int
@@ -239,9 +238,8 @@ class MatmulConfig:
     warps: int
     group_m: int = 8
     descriptors: bool = True
-    halves: bool = True
+    parts: int = 2
     resident: int = 0
-    pipelined: bool = False
 
 
 @triton.jit
@@ -266,16 +264,28 @@ def _apply_scales(sums, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, m, n, HAS_BIAS
 @triton.jit
 def _store(
     out, sums, a_scale_ptr, b_scale_ptr, bias_ptr, first_i, first_j, m, n,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, OUT_DTYPE: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, OUT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    i = first_i + tl.arange(0, BLOCK_M)
-    j = first_j + tl.arange(0, BLOCK_N)
-    result = _apply_scales(sums, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, m, n, HAS_BIAS).to(OUT_DTYPE)
-    if BY_DESCRIPTOR:
-        out.store([first_i, first_j], result)
+    if PARTS > 1:
+        rows: tl.constexpr = sums.shape[0]
+        columns: tl.constexpr = sums.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(sums, (rows, 2, columns)), (0, 2, 1)))
+        _store(
+            out, left, a_scale_ptr, b_scale_ptr, bias_ptr, first_i, first_j, m, n,
+            PARTS // 2, HAS_BIAS, BY_DESCRIPTOR, OUT_DTYPE,
+        )  # fmt: skip
+        _store(
+            out, right, a_scale_ptr, b_scale_ptr, bias_ptr, first_i, first_j + columns, m, n,
+            PARTS // 2, HAS_BIAS, BY_DESCRIPTOR, OUT_DTYPE,
+        )  # fmt: skip
     else:
-        tl.store(out + i.to(tl.int64)[:, None] * n + j[None, :], result, mask=(i < m)[:, None] & (j < n)[None, :])
+        i = first_i + tl.arange(0, sums.shape[0])
+        j = first_j + tl.arange(0, sums.shape[1])
+        result = _apply_scales(sums, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, m, n, HAS_BIAS).to(OUT_DTYPE)
+        if BY_DESCRIPTOR:
+            out.store([first_i, first_j], result)
+        else:
+            tl.store(out + i.to(tl.int64)[:, None] * n + j[None, :], result, mask=(i < m)[:, None] & (j < n)[None, :])
 
 
 @triton.jit(do_not_specialize=["m", "k_16"])
@@ -283,7 +293,7 @@ def descriptor_kernel(
     a_desc, b_desc, out, a_scale_ptr, b_scale_ptr, bias_ptr, m, n, k_16,
     HAS_BIAS: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, OUT_DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, HALVES: tl.constexpr, PROGRAMS: tl.constexpr,
+    GROUP_M: tl.constexpr, PARTS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """``out = (a @ b.T) * a_scale[:, None] * b_scale + bias``; every ``PROGRAMS``-th tile, 0 meaning one alone."""
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
@@ -298,21 +308,10 @@ def descriptor_kernel(
             a = a_desc.load([i, step * BLOCK_K])
             b = b_desc.load([j, step * BLOCK_K])
             sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
-        if HALVES:
-            left, right = tl.split(tl.permute(tl.reshape(sums, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-            _store(
-                out, left, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, m, n,
-                BLOCK_M, BLOCK_N // 2, HAS_BIAS, BY_DESCRIPTOR, OUT_DTYPE,
-            )  # fmt: skip
-            _store(
-                out, right, a_scale_ptr, b_scale_ptr, bias_ptr, i, j + BLOCK_N // 2, m, n,
-                BLOCK_M, BLOCK_N // 2, HAS_BIAS, BY_DESCRIPTOR, OUT_DTYPE,
-            )  # fmt: skip
-        else:
-            _store(
-                out, sums, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, m, n,
-                BLOCK_M, BLOCK_N, HAS_BIAS, BY_DESCRIPTOR, OUT_DTYPE,
-            )  # fmt: skip
+        _store(
+            out, sums, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, m, n,
+            PARTS, HAS_BIAS, BY_DESCRIPTOR, OUT_DTYPE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["m", "k_16"])
@@ -370,11 +369,6 @@ def scaled_matmul(
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     programs = config.resident * multiprocessors
     by_descriptor = config.descriptors and n * out.itemsize % 16 == 0
-    if config.pipelined and by_descriptor:
-        from . import hopper
-
-        hopper.scaled_matmul(a, b, a_scale, b_scale, bias, out, config, programs)
-        return
     blocks = dict(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         num_stages=config.stages, num_warps=config.warps, enable_fp_fusion=False,
@@ -384,15 +378,14 @@ def scaled_matmul(
     if not config.descriptors:
         pointer_kernel[(tiles,)](a, b, out, *rest, dtype, **blocks)
         return
-    store_n = config.block_n // 2 if config.halves else config.block_n
     descriptor_kernel[(min(programs, tiles) if programs else tiles,)](
         _descriptor(a, config.block_m, config.block_k),
         _descriptor(b, config.block_n, config.block_k),
-        _descriptor(out, config.block_m, store_n) if by_descriptor else out,
+        _descriptor(out, config.block_m, config.block_n // config.parts) if by_descriptor else out,
         *rest,
         by_descriptor,
         dtype,
-        HALVES=config.halves,
+        PARTS=config.parts,
         PROGRAMS=programs,
         **blocks,
     )
