@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _WIDEST_ROW = 16384  # elements of a row that one program holds
@@ -38,6 +39,29 @@ def _on_the_tensors_device(launch: Callable[..., None]) -> Callable[..., None]:
             launch(x, *args, **kwargs)
 
     return launch_there
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], key: tuple[Any, ...], *args: Any, **options: Any) -> None:
+    """As ``kernel[grid](*args, **options)``, for a kernel and arguments that Triton compiles once for each ``key``.
+
+    It would find out what to specialise on anew each time, which takes the host three times as long as a launch.
+    """
+    if triton.knobs.runtime.interpret:
+        kernel[grid](*args, **options)
+        return
+    key = kernel, driver.active.get_current_device(), *key
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = _compiled[key] = kernel.warmup(*args, grid=grid, **options)
+    compiled[(*grid, 1, 1)[:3]](*args)
+
+
+def _is_aligned(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """What Triton specialises on in a tensor, its dtype apart."""
+    return tuple(x is not None and x.data_ptr() % 16 == 0 for x in tensors)
 
 
 # --- Quantisation ----------------------------------------------------------------------------------------------------
@@ -159,15 +183,18 @@ def quantize_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     rows, columns = x.shape
     block_columns = min(_WIDEST_ROW, triton.next_power_of_2(codes.shape[1]))
     block_rows = max(1, _WIDEST_ROW // 4 // block_columns)
-    rows_kernel[(triton.cdiv(rows, block_rows),)](
+    _launch(
+        rows_kernel,
+        (triton.cdiv(rows, block_rows),),
+        (x.dtype, *_is_aligned(x), columns, block_rows, block_columns),
         x,
         codes,
         scale,
         rows,
         columns,
         codes.shape[1] // 16,
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns,
+        block_rows,
+        block_columns,
         num_warps=8 if block_columns > 4096 else 4,
         enable_fp_fusion=False,
     )
@@ -183,19 +210,26 @@ def quantize_columns(
     bits = torch.zeros(columns + (rows if by_rows else 0), dtype=torch.int32, device=x.device)
     column_bits, row_bits = bits[:columns], bits[columns:]
     tiles = triton.cdiv(rows, _TILE_ROWS), triton.cdiv(columns, _TILE_COLUMNS)
-    absmax_kernel[(triton.cdiv(tiles[0], _TILES), tiles[1])](
+    key = (x.dtype, *_is_aligned(x, row_bits, column_bits), columns, by_rows, _TILE_ROWS, _TILE_COLUMNS)
+    _launch(
+        absmax_kernel,
+        (triton.cdiv(tiles[0], _TILES), tiles[1]),
+        (*key, _TILES),
         x,
         row_bits,
         column_bits,
         rows,
         columns,
-        BY_ROWS=by_rows,
-        BLOCK_ROWS=_TILE_ROWS,
-        BLOCK_COLUMNS=_TILE_COLUMNS,
-        TILES=_TILES,
+        by_rows,
+        _TILE_ROWS,
+        _TILE_COLUMNS,
+        _TILES,
         enable_fp_fusion=False,
     )
-    codes_kernel[tiles](
+    _launch(
+        codes_kernel,
+        tiles,
+        key,
         x,
         row_bits,
         column_bits,
@@ -207,9 +241,9 @@ def quantize_columns(
         columns,
         0 if row_codes is None else row_codes.shape[1] // 16,
         codes.shape[1] // 16,
-        BY_ROWS=by_rows,
-        BLOCK_ROWS=_TILE_ROWS,
-        BLOCK_COLUMNS=_TILE_COLUMNS,
+        by_rows,
+        _TILE_ROWS,
+        _TILE_COLUMNS,
         enable_fp_fusion=False,
     )
 
@@ -369,25 +403,29 @@ def scaled_matmul(
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     programs = config.resident * multiprocessors
     by_descriptor = config.descriptors and n * out.itemsize % 16 == 0
-    blocks = dict(
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-        num_stages=config.stages, num_warps=config.warps, enable_fp_fusion=False,
-    )  # fmt: skip
+    key = config, out.dtype, n, bias is None or bias.dtype, *_is_aligned(a_scale, b_scale, bias, out)
     rest = a_scale, b_scale, bias, m, n, k // 16, bias is not None
+    blocks = config.block_m, config.block_n, config.block_k, config.group_m
+    options = dict(num_stages=config.stages, num_warps=config.warps, enable_fp_fusion=False)
     dtype = _TRITON_DTYPES[out.dtype]
     if not config.descriptors:
-        pointer_kernel[(tiles,)](a, b, out, *rest, dtype, **blocks)
+        key = *key, *_is_aligned(a, b)
+        _launch(pointer_kernel, (tiles,), key, a, b, out, *rest, dtype, *blocks, **options)
         return
-    descriptor_kernel[(min(programs, tiles) if programs else tiles,)](
+    _launch(
+        descriptor_kernel,
+        (min(programs, tiles) if programs else tiles,),
+        (*key, programs),
         _descriptor(a, config.block_m, config.block_k),
         _descriptor(b, config.block_n, config.block_k),
         _descriptor(out, config.block_m, config.block_n // config.parts) if by_descriptor else out,
         *rest,
         by_descriptor,
         dtype,
-        PARTS=config.parts,
-        PROGRAMS=programs,
-        **blocks,
+        *blocks,
+        config.parts,
+        programs,
+        **options,
     )
 
 
