@@ -393,14 +393,17 @@ def test_resuming_equals_not_stopping(dtype: torch.dtype, bits: int) -> None:
 
 @BITS
 def test_what_is_saved_of_a_residual(bits: int) -> None:
-    """Its bytes, which every backend sends from rank to rank."""
+    """Of two bytes each by itself, which every backend sends from rank to rank."""
     model, optimizer = trained(bits)
     saved = optimizer.state_dict()["state"]
     for i, (p, residual) in enumerate(zip(model.parameters(), residuals(optimizer), strict=True)):
-        assert type(saved[i]["master_residual"]) is Tensor
-        assert saved[i]["master_residual"].dtype == torch.uint8
-        assert saved[i]["master_residual"].shape == (*p.shape, {24: 1, 32: 2}[bits])
-        assert torch.equal(saved[i]["master_residual"].view(residual.dtype).squeeze(-1), residual)
+        [(key, x)] = saved[i]["master_residual"].items()
+        assert type(x) is Tensor
+        assert (key, x.dtype, x.shape) == {
+            24: ("int8", torch.int8, p.shape),
+            32: ("int16", torch.uint8, (*p.shape, 2)),
+        }[bits]
+        assert torch.equal(x.view(residual.dtype).view(p.shape), residual)
         assert residual.any()
 
 
@@ -443,10 +446,13 @@ def test_an_optimizer_without_residuals_drops_them_with_one_warning() -> None:
 
 
 DAMAGED = {
-    "of another dtype": (lambda r: r.short(), TypeError, "is torch.int16; allowed: torch.uint8"),
-    "of another shape": (lambda r: r[:-1], ValueError, r"has shape \(74, 64, 1\), not \(75, 64, 1\)"),
-    "of 3 bytes": (lambda r: r.expand(75, 64, 3), ValueError, r"has shape \(75, 64, 3\); its last dimension must be the 1"),
-    "no tensor": (lambda r: None, TypeError, "is NoneType, not a tensor"),
+    "of another dtype": (lambda r: {"int8": r["int8"].short()}, TypeError, "is torch.int16; allowed: torch.int8"),
+    "of another shape": (lambda r: {"int8": r["int8"][:-1]}, ValueError, r"has shape \(74, 64\), not \(75, 64\)"),
+    "of another key": (lambda r: {"int16": r["int8"]}, TypeError, "is torch.int8; allowed: torch.uint8"),
+    "both": (lambda r: {"int16": r["int8"], **r}, ValueError, "is a dict of int16, int8, not a dict of either"),
+    "empty": (lambda r: {}, ValueError, "is a dict of nothing"),
+    "bare": (lambda r: r["int8"], ValueError, "is Tensor, not a dict of either int8 or int16"),
+    "no tensor": (lambda r: {"int8": None}, TypeError, "is NoneType, not a tensor"),
 }
 
 
