@@ -7,7 +7,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -94,6 +94,7 @@ class LowBitOptimizer(Optimizer):
     """
 
     update: ClassVar[UpdateFunction]
+    _release: Any = None  # the GradientRelease that steps parameters inside backward, if there is one
 
     def _scalars(self, group: Mapping[str, Any]) -> tuple[float | Tensor, ...]:
         """The hyper-parameters that :attr:`update` takes after the momentum; it gets them as 0-D float32 tensors.
@@ -109,7 +110,7 @@ class LowBitOptimizer(Optimizer):
     def _forget(self) -> None:
         """What was learned in earlier steps to save time."""
         self._order = _StateOrder({}, [])
-        self._fused_steps: dict[int, Any] = {}  # by number of the group
+        self._fused_steps: dict[tuple[int, int], Any] = {}  # by number of the group, and of a part stepped early
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own. Raises as the constructor does."""
@@ -194,15 +195,35 @@ class LowBitOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        stepped_early = self._release is not None and self._release.before_step()
         collected = self._collect()
-        if not any(updates.params for updates in collected):
+        if not stepped_early and not any(updates.params for updates in collected):
             self._warn_of_no_gradient()
         shared_blocks = sharding.SharedBlocks()
         # whatever is wrong with a parameter or a group is found before anything moves
         for group_step in [self._prepare(number, updates) for number, updates in enumerate(collected)]:
             self._step_group(group_step, shared_blocks)
         shared_blocks.encode()
+        if self._release is not None:
+            self._release.after_step()
         return loss
+
+    def _step_early(self, number: int, part: int, params: list[Tensor], grads: list[Tensor], indices: list[int]) -> Any:
+        """Step parameters of a group as the coming :meth:`step` will step the others, which alone counts it.
+
+        Args:
+            number: of the group.
+            part: if that has the same number in each iteration, its launch is planned once.
+            indices: of the parameters, over all groups.
+
+        Returns:
+            The hyper-parameters that they were stepped with.
+        """
+        exp_avgs = [self.state[p]["exp_avg"] for p in params]
+        prepared = self._prepare(number, Updates(params, grads, exp_avgs, indices, [0] * len(params)), part)
+        group = {**prepared.group, "step": prepared.group["step"].clone()}
+        self._step_group(replace(prepared, group=group), sharding.SharedBlocks())
+        return prepared.scalars
 
     def _warn_of_no_gradient(self) -> None:
         """What replaces a model's parameters leaves an optimizer with the old ones, which it would step in vain."""
@@ -250,7 +271,7 @@ class LowBitOptimizer(Optimizer):
             not s and _is_trained(p) for group, some in pairs for p, s in zip(group["params"], some, strict=True)
         )
 
-    def _prepare(self, number: int, updates: Updates) -> _GroupStep:
+    def _prepare(self, number: int, updates: Updates, part: int = -1) -> _GroupStep:
         """Raises whatever is wrong with a group or its parameters."""
         group, none = self.param_groups[number], Updates([], [], [], [], [])
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
@@ -261,7 +282,7 @@ class LowBitOptimizer(Optimizer):
             _check_updates(updates)
             return _GroupStep(group, scalars, None, none, updates, [])
         options = (group["block_size"], group["seed"], group["stochastic_rounding"])
-        fused, one_by_one = self._fused_steps.get(number), none
+        fused, one_by_one = self._fused_steps.get((number, part)), none
         copied: list[tuple[Tensor, Tensor]] = []
         if not _are_plain(updates):
             _check_updates(updates)
@@ -275,7 +296,7 @@ class LowBitOptimizer(Optimizer):
             if not all(chosen):
                 one_by_one, updates = updates.select([not each for each in chosen]), updates.select(chosen)
             if updates.params:
-                fused = self._fused_steps[number] = self._new_fused_step()  # type: ignore[misc]
+                fused = self._fused_steps[number, part] = self._new_fused_step()  # type: ignore[misc]
                 fused.plan(updates, options)
         return _GroupStep(group, scalars, fused, updates, one_by_one, copied)
 
@@ -332,6 +353,8 @@ class LowBitOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Then GradScaler leaves scaled gradients and ``found_inf`` to the step, which waits for neither."""
+        if self._release is not None:
+            self._release.refuse_scaler()
         params = ((p, group) for group in self.param_groups for p in group["params"] if _is_trained(p))
         return all(not shards.is_dtensor(p) and self._is_fused(p, group) for p, group in params)
 

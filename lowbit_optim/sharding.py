@@ -104,6 +104,15 @@ def check(p: Any, grad: Any, name: str) -> None:
         )
 
 
+def needs_other_ranks(p: Any, grad: Any, exp_avg: Any) -> bool:
+    """Whether the step of ``p`` is a collective call: its gradient is cut otherwise, or ranks share its blocks."""
+    if not shards.is_dtensor(p):
+        return False
+    is_quantized = isinstance(exp_avg, BlockwiseTensor)
+    shares_blocks = is_quantized and bool(shards.block_layout(exp_avg.codes, exp_avg.block_size).shared)
+    return shares_blocks or not shards.same_sharding(p, grad)
+
+
 def local_grad(p: Any, grad: Any) -> Tensor:
     """What this rank holds of the gradient, cut like ``p``: one with other placements (Partial, say) is redistributed.
 
