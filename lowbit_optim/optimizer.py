@@ -26,7 +26,6 @@ _PARAM_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _GRAD_DTYPES = {*_PARAM_DTYPES, torch.float64}
 _SAVING = threading.RLock()  # reentrant, since a user's hook may ask for a state dict too
 _MAX_FUSED_BLOCK_SIZE = 4096  # a program of the kernel keeps a block in its registers
-_PLAIN = {Tensor, nn.Parameter}
 
 
 class Updates(NamedTuple):
@@ -282,22 +281,17 @@ class LowBitOptimizer(Optimizer):
             _check_updates(updates)
             return _GroupStep(group, scalars, None, none, updates, [])
         options = (group["block_size"], group["seed"], group["stochastic_rounding"])
-        fused, one_by_one = self._fused_steps.get((number, part)), none
-        copied: list[tuple[Tensor, Tensor]] = []
-        if not _are_plain(updates):
-            _check_updates(updates)
-            updates = _in_one_run(updates, lambda p: self._is_fused(p, group))
-            chosen = [self._is_fused(p, group) for p in updates.params]
-            one_by_one = updates.select([not each for each in chosen])
-            updates, copied = _as_plain(updates.select(chosen))
-        if fused is None or not fused.takes(updates, options):
-            _check_updates(updates)
-            chosen = [self._is_fused(p, group) for p in updates.params]
-            if not all(chosen):
-                one_by_one, updates = updates.select([not each for each in chosen]), updates.select(chosen)
-            if updates.params:
-                fused = self._fused_steps[number, part] = self._new_fused_step()  # type: ignore[misc]
-                fused.plan(updates, options)
+        fused = self._fused_steps.get((number, part))
+        if fused is not None and fused.takes(updates, options):
+            return _GroupStep(group, scalars, fused, updates, none, [])
+        _check_updates(updates)
+        updates = _in_one_run(updates, lambda p: self._is_fused(p, group))
+        chosen = [self._is_fused(p, group) for p in updates.params]
+        one_by_one = updates.select([not each for each in chosen])
+        updates, copied = _as_plain(updates.select(chosen))
+        if updates.params and (fused is None or not fused.takes(updates, options)):
+            fused = self._fused_steps[number, part] = self._new_fused_step()  # type: ignore[misc]
+            fused.plan(updates, options)
         return _GroupStep(group, scalars, fused, updates, one_by_one, copied)
 
     def _step_group(self, step: _GroupStep, shared_blocks: sharding.SharedBlocks) -> None:
@@ -417,17 +411,6 @@ def _in_one_run(updates: Updates, is_fused: Callable[[Tensor], bool]) -> Updates
         else:
             rows.append((p, grad, exp_avg, index, first))
     return Updates(*(list(column) for column in zip(*rows, strict=True))) if rows else updates
-
-
-def _are_plain(updates: Updates) -> bool:
-    """Whether the elements of each parameter and gradient are simply where its address says, in order."""
-    params, grads = updates.params, updates.grads
-    return (
-        _PLAIN.issuperset(map(type, params))
-        and _PLAIN.issuperset(map(type, grads))
-        and all(map(Tensor.is_contiguous, params))
-        and all(map(Tensor.is_contiguous, grads))
-    )
 
 
 def _as_plain(updates: Updates) -> tuple[Updates, list[tuple[Tensor, Tensor]]]:

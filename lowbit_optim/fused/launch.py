@@ -1,16 +1,18 @@
 """The host's side of the fused step: which tensors share a launch, and the table in which the kernel finds them."""
 
-import operator
+import weakref
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from lowbit_optim import codec
 from lowbit_optim.fused.kernel import PROGRAMS_PER_BUCKET, QUANTIZED, UNEVEN, lion_kernel
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 _PROGRAM_NUMEL = 512
 _WARPS = 1  # then no thread waits for another warp's share of a block's maximum
 _ALIGNMENT = 16  # bytes of the widest load, and elements of one of codes
-_shape = operator.attrgetter("shape")
 _TRITON_DTYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -41,17 +42,18 @@ class FusedLion:
     """
 
     def __init__(self) -> None:
+        self._layouts = _Layouts([])
+        self._states = _States([])
         self._key: list[Any] = []
-        self._shapes: list[torch.Size] = []
         self._grads: list[int] = []
         self._launches: list[_Launch] = []
 
     def takes(self, updates: "Updates", options: tuple[int, int, bool]) -> bool:
         """Whether these are the tensors of the plan; only gradients may be elsewhere, which it takes note of."""
+        if not self._layouts.are_those_of([*updates.params, *updates.grads]):
+            return False
         self._grads = list(map(Tensor.data_ptr, updates.grads))
-        return self._key == _key(updates, options, self._grads) and all(
-            map(operator.eq, map(_shape, updates.params), self._shapes)
-        )
+        return self._key == _key(updates, options, self._grads) and self._states.are(updates.exp_avgs)
 
     def plan(self, updates: "Updates", options: tuple[int, int, bool]) -> None:
         """Raises RuntimeError if the state or the gradient of a parameter does not fit it."""
@@ -69,9 +71,10 @@ class FusedLion:
                 launches[kind] = _Launch(*kind)
             launches[kind].add(number, param, grad, exp_avg, codec.noise_key(seed, index), first)
         self._launches = list(launches.values())
+        self._layouts = _Layouts([*updates.params, *updates.grads])
+        self._states = _States(updates.exp_avgs)
         self._grads = list(map(Tensor.data_ptr, updates.grads))
         self._key = _key(updates, options, self._grads)
-        self._shapes = [param.shape for param in updates.params]
 
     def run(
         self,
@@ -92,20 +95,63 @@ class FusedLion:
             launch.run(self._grads, scalars, step, inverse_grad_scale, found_inf)
 
 
+class _Layouts:
+    """Types, devices, dtypes, shapes and strides of tensors, compared by what Dynamo has for its graphs.
+
+    In Python, a look at each of these costs as much as all else that a step does for a tensor.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._count = len(tensors)
+        self._guards = TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(x.shape) for x in tensors],
+            dynamic_dims_strides=[list(x.stride()) for x in tensors],
+        )
+
+    def are_those_of(self, tensors: list[Tensor]) -> bool:
+        return len(tensors) == self._count and self._guards.check(*tensors)
+
+
+class _States:
+    """Momentum, recognised without looking into what is quantised: that would be a third of a step's host time."""
+
+    def __init__(self, exp_avgs: list[Tensor]) -> None:
+        self._ids = list(map(id, exp_avgs))
+        self._is_float = [not isinstance(exp_avg, BlockwiseTensor) for exp_avg in exp_avgs]
+        self._floats = self._float_addresses(exp_avgs)
+        self._addresses = list(map(_addresses, exp_avgs))
+        self._watches = [weakref.ref(x, self._forget_ids) for exp_avg in exp_avgs for x in (exp_avg, *_parts(exp_avg))]
+
+    def _forget_ids(self, _: Any) -> None:
+        """One has been freed: another object may get its id."""
+        self._ids = [0]
+
+    def _float_addresses(self, exp_avgs: list[Tensor]) -> list[int]:
+        return list(map(Tensor.data_ptr, compress(exp_avgs, self._is_float)))
+
+    def are(self, exp_avgs: list[Tensor]) -> bool:
+        """Whether these are where the others were."""
+        if self._ids == list(map(id, exp_avgs)):  # but ``exp_avg.data`` can be replaced
+            return self._floats == self._float_addresses(exp_avgs)
+        return self._addresses == list(map(_addresses, exp_avgs))
+
+
+def _parts(exp_avg: Tensor) -> tuple[Tensor, ...]:
+    return (exp_avg.codes, exp_avg.scale) if isinstance(exp_avg, BlockwiseTensor) else ()
+
+
+def _addresses(exp_avg: Tensor) -> tuple[int, ...]:
+    if not isinstance(exp_avg, BlockwiseTensor):
+        return (exp_avg.data_ptr(),)
+    return exp_avg.codes.data_ptr(), exp_avg.scale.data_ptr(), exp_avg.block_size
+
+
 def _key(updates: "Updates", options: tuple[int, int, bool], grads: list[int]) -> list[Any]:
-    """All that a plan is made from but shapes. Making it is most of what a step costs the host."""
-    plain = [exp_avg for exp_avg in updates.exp_avgs if type(exp_avg) is Tensor]
-    quantized: list[Any] = [exp_avg for exp_avg in updates.exp_avgs if type(exp_avg) is not Tensor]
+    """What else a plan is made from. Gradients may move, by whole _ALIGNMENTs."""
     return [
-        *map(Tensor.data_ptr, plain),
-        *map(Tensor.data_ptr, [exp_avg.codes for exp_avg in quantized]),
-        *map(Tensor.data_ptr, [exp_avg.scale for exp_avg in quantized]),
-        *[exp_avg.block_size for exp_avg in quantized],
-        *map(Tensor.data_ptr, updates.params),
-        *[param.dtype for param in updates.params],
-        *map(Tensor.numel, updates.grads),
-        *[grad.dtype for grad in updates.grads],
-        *[address % _ALIGNMENT for address in grads],
+        list(map(Tensor.data_ptr, updates.params)),
+        [address % _ALIGNMENT for address in grads],
         options,
         updates.indices,
         updates.firsts,

@@ -305,6 +305,27 @@ def test_a_plan_is_for_these_tensors_alone() -> None:
         assert not fused.takes(given, changed)
 
 
+@pytest.mark.parametrize("part", ["codes", "scale", "all", "float"])
+def test_a_plan_ends_with_the_memory_of_the_state(part: str) -> None:
+    """Objects that are freed may leave their ids to others, and those their addresses."""
+    params, states = make([(3, 128), (100,)], torch.float32)
+    given = Updates(params, [torch.randn_like(p) for p in params], states, [0, 1], [0, 0])
+    fused, options = Fused().step, (64, 0, True)
+    fused.plan(given, options)
+    assert fused.takes(given, options)
+    kept = states[0].codes, states[0].scale, states[1].data  # so that no address can be the same
+    if part == "float":
+        states[1].data = states[1].data.clone()
+    elif part == "all":
+        states[0] = states[0].clone()
+    else:
+        setattr(states[0], part, getattr(states[0], part).clone())
+    del kept
+    assert not fused.takes(given, options)
+    fused.plan(given, options)
+    assert fused.takes(given, options)
+
+
 @pytest.mark.parametrize("part", ["shape", "dtype", "device"])
 def test_state_that_does_not_fit_is_refused(part: str) -> None:
     params, _ = make([(3, 128)], torch.float32)
