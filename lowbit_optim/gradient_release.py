@@ -1,8 +1,9 @@
 """Stepping parameters inside backward, so that their gradients are not in memory all at once."""
 
 import threading
+from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -64,6 +65,7 @@ class GradientRelease:
         self._check()
         self._lock = threading.Lock()  # backward has a thread for each device
         self._hooks: dict[int, Any] = {}  # by id of the parameter
+        self._sides: dict[torch.device, tuple[Any, deque[Any]]] = {}  # streams, and events in their work
         self._reset()
         optimizer._release = self
         self._hooks[id(model)] = model.register_forward_pre_hook(_refuse_ddp)
@@ -84,6 +86,8 @@ class GradientRelease:
         """Give back the gradients that wait, for this step to take. Returns whether any parameter has been stepped."""
         for number, scalars in self._scalars.items():
             self._check_unchanged(number, scalars)
+        for side, _ in self._sides.values():
+            torch.cuda.current_stream(side.device).wait_stream(side)
         self._put_back()
         return bool(self._scalars)
 
@@ -146,10 +150,27 @@ class GradientRelease:
         number, stream = max(self._waiting, key=lambda key: self._waiting[key].nbytes)
         waiting = self._waiting.pop((number, stream))
         part = self._parts[number] = self._parts.get(number, 0) + 1
-        with _on(stream):
+        beside = self._beside if stream is not None and self._optimizer.defaults["offload_state"] else _on
+        with beside(stream, waiting.grads):
             self._scalars[number] = self._optimizer._step_early(
                 number, part, waiting.params, waiting.grads, waiting.indices
             )
+
+    @contextmanager
+    def _beside(self, stream: Any, grads: list[Tensor]) -> Iterator[None]:
+        """On a stream of its own, so that backward goes on while state comes and goes.
+
+        The host waits if two such are under way already, since their gradients cannot be freed before they are done.
+        """
+        side, ends = self._sides.setdefault(stream.device, (torch.cuda.Stream(stream.device), deque()))
+        if len(ends) == 2:
+            ends.popleft().synchronize()
+        side.wait_stream(stream)
+        for grad in grads:
+            shards.to_local(grad).record_stream(side)
+        with torch.cuda.stream(side):
+            yield
+        ends.append(side.record_event())
 
     def _put_back(self) -> None:
         for waiting in self._waiting.values():
@@ -220,7 +241,7 @@ def _is_release(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), GradientRelease)
 
 
-def _on(stream: Any) -> AbstractContextManager[Any]:
+def _on(stream: Any, grads: list[Tensor]) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 

@@ -76,7 +76,6 @@ def _check_available(options: Mapping[str, Any]) -> None:
         raise ValueError(f"master_weight_bits={options['master_weight_bits']!r}; it must be None, 24 or 32")
     for name, instead in {
         "master_weight_bits": "leave it None; with stochastic_rounding=True small updates of bfloat16 weights count",
-        "offload_state": "leave it False",
     }.items():
         if options[name]:
             raise NotImplementedError(f"{name}={options[name]!r} is not available yet: {instead}")

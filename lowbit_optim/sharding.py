@@ -3,7 +3,7 @@
 A step needs nothing of other ranks, except where a placement cuts through blocks (:class:`SharedBlocks`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,26 @@ def _whole(momentum: Tensor) -> Tensor:
 
 def _is_sharded(momentum: Tensor) -> bool:
     return shards.is_dtensor(_parts(momentum)[0])
+
+
+def map_parts(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Momentum, or any other tensor of state, with ``function`` applied to what this rank holds of each part of it.
+
+    ``function`` keeps shapes and dtypes. None stays None.
+    """
+    if state is None:
+        return None
+    if isinstance(state, BlockwiseTensor):
+        codes, scale = (map_parts(part, function) for part in _parts(state))
+        return type(state)(codes, scale, state.block_size, state.dtype)
+    if shards.is_dtensor(state):
+        return shards.from_local(function(shards.to_local(state)), state, state.shape, state.placements)
+    return function(state)
+
+
+def local_parts(state: Any) -> list[Tensor]:
+    """What :func:`map_parts` calls its function with."""
+    return [] if state is None else [shards.to_local(part) for part in _parts(state)]
 
 
 def _parts(momentum: Tensor) -> tuple[Tensor, ...]:
