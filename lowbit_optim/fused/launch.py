@@ -103,11 +103,9 @@ class _Layouts:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._count = len(tensors)
-        self._guards = TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[list(x.shape) for x in tensors],
-            dynamic_dims_strides=[list(x.stride()) for x in tensors],
-        )
+        sizes: list[Any] = [list(x.shape) for x in tensors]
+        strides: list[Any] = [list(x.stride()) for x in tensors]
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
     def are_those_of(self, tensors: list[Tensor]) -> bool:
         return len(tensors) == self._count and self._guards.check(*tensors)
