@@ -10,8 +10,8 @@ Every row is measured in a process of its own, with nothing compiled yet. Rows a
 are measured. "step" is the time on the GPU with the host running ahead, as it does behind a backward pass; "from idle"
 begins with the GPU waiting for the host. "% of copy" is the bytes that the optimizer has to read and write (weights and
 state both ways, gradients one way), over the step's time, in per cent of a device-to-device copy measured at the start
-of the run. With state in host memory, "% of link" is its bytes over the step's time, in per cent of what the link to the
-host takes each way when both ways are in use.
+of the run. With state in host memory, "% of link" is its bytes over the step's time, in per cent of what the link to
+the host takes each way when both ways are in use.
 """
 
 import argparse
