@@ -5,7 +5,6 @@ put off what they are given for as long as events allow.
 """
 
 import copy
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,36 +100,43 @@ class Stream:
 
 
 class Streams:
-    """What :class:`offload._CudaStreams` is, for a CPU. What the caller does next is on the compute stream, too."""
+    """What :class:`offload._CudaStreams` is, for a CPU.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        eager: the streams that run what they can as soon as it is given to them; the others wait until they must.
+        waits: whether the compute stream runs ahead of nothing: the host then does the work itself, once it may.
+    """
+
+    def __init__(self, eager: str, waits: bool) -> None:
         self.compute, self.upload, self.download = Stream(), Stream(), Stream()
-        self.random = random.Random(0)
+        self._eager = [getattr(self, name) for name in eager.split()]
+        self._waits = waits
 
     def run(self, stream: Stream, function: Callable[[], None]) -> None:
         stream.work.append(function)
-        for each in self.random.choices([self.compute, self.upload, self.download], k=self.random.randrange(3)):
-            each.run_until(self.random.randint(each.done, len(each.work)))
+        for each in [*self._eager, *([stream] if stream is self.compute and self._waits else [])]:
+            each.run_until(len(each.work))
 
 
-@pytest.fixture
-def lazy_streams(monkeypatch: pytest.MonkeyPatch) -> list[Streams]:
-    """And a run whose caller goes on only once the compute stream has come to its end."""
-    made: list[Streams] = []
-    run = offload._run
+class LazyStreams:
+    """Makes the optimizers of a test use such streams."""
 
-    def new_streams(device: torch.device) -> Streams:
-        made.append(Streams(device))
-        return made[-1]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, eager: str = "", waits: bool = False) -> None:
+        self.made: list[Streams] = []
+        monkeypatch.setattr(offload, "_new_streams", lambda device: self._make(eager, waits))
+        if not waits:
+            self._run = offload._run
+            monkeypatch.setattr(offload, "_run", self._run_to_the_end)
 
-    def run_then_wait(chunks: Any, step: Any, streams: Streams) -> Any:
-        end = run(chunks, step, streams)
+    def _make(self, eager: str, waits: bool) -> Streams:
+        self.made.append(Streams(eager, waits))
+        return self.made[-1]
+
+    def _run_to_the_end(self, chunks: Any, step: Any, streams: Streams) -> Any:
+        """Of the compute stream, since the optimizer's own next steps are not put off with it."""
+        end = self._run(chunks, step, streams)
         streams.compute.record_event().synchronize()
         return end
-
-    monkeypatch.setattr(offload, "_new_streams", new_streams)
-    monkeypatch.setattr(offload, "_run", run_then_wait)
-    return made
 
 
 # --- The same bits --------------------------------------------------------------------------------------------------
@@ -152,21 +158,32 @@ def test_the_bits_are_those_of_state_on_the_device(device: str, dtype: torch.dty
     assert int(pair[0].param_groups[0]["step"]) == STEPS
 
 
-def test_copies_wait_for_one_another(lazy_streams: list[Streams]) -> None:
+@pytest.mark.parametrize("limit", [LIMIT, 1 << 20])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("eager", ["", "upload", "download", "upload download", "upload compute"])
+def test_copies_wait_for_one_another(eager: str, waits: bool, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever stream is ahead, with many chunks and with one."""
+    monkeypatch.setattr(offload, "_CHUNK_BYTES", limit)
+    streams = LazyStreams(monkeypatch, eager, waits)
     pair = [make("cpu", offload_state) for offload_state in (True, False)]
     for optimizer in pair:
-        train(optimizer)
+        train(optimizer, 8)
     assert_equal(*pair)
-    assert len(lazy_streams) == 1
+    assert len(streams.made) == 1
 
 
-def test_state_lives_in_host_memory(device: str) -> None:
+def test_state_lives_in_host_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After steps, and after a checkpoint was loaded."""
+    on_host: list[Any] = []
+    to_host = offload.to_host
+    monkeypatch.setattr(offload, "to_host", lambda state: on_host.append(to_host(state)) or on_host[-1])
     optimizer = make(device)
-    train(optimizer, 2)
-    assert all(part.device.type == "cpu" and part.is_pinned() == (device == "cuda") for part in parts(optimizer))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert all(part.device.type == "cpu" and part.is_pinned() == (device == "cuda") for part in parts(optimizer))
-    train(optimizer, 2)
+    for _ in range(2):
+        train(optimizer, 2)
+        assert all(part.device.type == "cpu" for part in parts(optimizer))
+        assert all(part.is_pinned() == (device == "cuda") for part in parts(optimizer) if part.numel())
+        assert all(any(optimizer.state[p] is state for state in on_host) for p in all_parameters(optimizer))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def test_a_cpu_has_it_already(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +255,6 @@ def test_compiled_steps(device: str) -> None:
 
 
 def test_with_gradient_release(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowbit_optim.optimizer.LowBitOptimizer._release", None)
     runs = []
     for saving in (True, False):
         torch.manual_seed(0)
@@ -276,20 +292,16 @@ def test_a_checkpoint_goes_both_ways(device: str) -> None:
 
 
 @pytest.mark.parametrize("read", [Lion8bit.state_dict, copy.deepcopy], ids=["state_dict", "deepcopy"])
-def test_what_is_read_waits_for_copies(read: Any, monkeypatch: pytest.MonkeyPatch, lazy_streams: list[Streams]) -> None:
-    """Here the compute stream is not waited for, as on a GPU it is not."""
-    monkeypatch.setattr(offload, "_run", lazy_run)
+def test_what_is_read_waits_for_copies(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = LazyStreams(monkeypatch, waits=True)
     optimizer, expected = make("cpu"), make("cpu", False)
     train(optimizer, 1)
     train(expected, 1)
-    assert lazy_streams[0].download.done < len(lazy_streams[0].download.work)
+    download = streams.made[0].download
+    assert download.done < len(download.work)
     read(optimizer)
-    assert lazy_streams[0].download.done >= len(lazy_streams[0].download.work) - 1
-    for x, y in zip(parts(optimizer), parts(expected), strict=True):
-        assert torch.equal(x, y)
-
-
-lazy_run = offload._run
+    assert download.done == len(download.work)
+    assert_equal(optimizer, expected)
 
 
 def test_saving_at_once_after_a_step(device: str) -> None:
