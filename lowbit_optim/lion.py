@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_optim import codec
+from lowbit_optim import codec, shards, weights
 from lowbit_optim.optimizer import LowBitOptimizer, ParamsT, decay_of_step, host_value
 from lowbit_optim.subclasses.blockwise import dequantize
 
@@ -115,6 +115,32 @@ class Lion(LowBitOptimizer):
         beta1, beta2 = group["betas"]
         sign = -1.0 if group["maximize"] else 1.0
         return host_value(group["lr"]), decay_of_step(group), beta1, sign * (1 - beta1), beta2, sign * (1 - beta2)
+
+    @torch.no_grad()
+    def stalled_fraction(self, group: int | None = None) -> float:
+        """The share of bfloat16 and float16 weights that an update cannot move, as they are stored.
+
+        An update is the learning rate, up or down. It is lost if the weight rounds back to what it was; with
+        ``stochastic_rounding``, if it does so whatever the noise, since the update is below what fp32 resolves. If most
+        weights stall, use stochastic rounding, ``master_weight_bits`` or fp32 weights.
+
+        Args:
+            group: the number of a parameter group; None: all of them.
+
+        Returns:
+            0 ... 1, over what this rank holds of the weights; 0 if there are none of these dtypes. Gradients, momentum
+            and weight decay, which is smaller still, play no part.
+        """
+        groups = self.param_groups if group is None else [self.param_groups[group]]
+        stalled = total = 0
+        for each in groups:
+            lr, is_noisy = float(each["lr"]), each["stochastic_rounding"]
+            for p in each["params"]:
+                if p.requires_grad and p.dtype in codec.CUT_BITS:
+                    state = self.state.get(p) or self._new_state(p, each)
+                    stalled += weights.count_stalled(p, state.get("master_residual"), lr, is_noisy)
+                    total += shards.to_local(p).numel()
+        return stalled / total if total else 0.0
 
 
 class Lion8bit(Lion):

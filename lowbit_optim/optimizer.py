@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._triton import has_triton
 
-from lowbit_optim import checkpoint, codec, offload, sharding, shards
+from lowbit_optim import checkpoint, codec, offload, sharding, shards, weights
 from lowbit_optim.compiled import CompiledUpdate, UpdateFunction
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
 
@@ -204,6 +204,42 @@ class LowBitOptimizer(Optimizer):
         self._offload.wait()
         checkpoint.load(self, state_dict, super().load_state_dict, self._allocate)
         self._forget()
+
+    def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """``model.state_dict()`` with the weights that this optimizer has bits of, in fp32.
+
+        Returns:
+            A bfloat16 or float16 parameter is fp32: its master weight if it has a residual (``master_weight_bits``),
+            else the same value. Other tensors share the model's memory. Tied parameters are one tensor under each of
+            their names, and a DTensor is one with the same placements.
+        """
+        self._offload.wait()
+        return weights.fp32_state_dict(model, self._residual)
+
+    def load_fp32_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+        """Set a model's weights, and the residuals of those that have ``master_weight_bits``.
+
+        Args:
+            model: whose parameters this optimizer steps, sharded before or not.
+            state_dict: from :meth:`fp32_state_dict` or ``state_dict()`` of a model like it in fp32; whole tensors, or
+                DTensors on any mesh. A tied parameter may be there under one name alone.
+
+        Raises:
+            ValueError, TypeError: the name of what is missing, unexpected or does not fit. Nothing has changed.
+        """
+        self._offload.wait()
+        weights.load_fp32_state_dict(model, state_dict, self._residual_to_set)
+
+    def _residual(self, p: Tensor) -> Tensor | None:
+        return self.state[p].get("master_residual") if p in self.state else None
+
+    def _residual_to_set(self, p: Tensor) -> Tensor | None:
+        """With new state for what has none before the first step."""
+        for group in self.param_groups:
+            is_new = group["master_weight_bits"] and _is_trained(p) and not self.state.get(p)
+            if is_new and any(p is other for other in group["params"]):
+                self.state[p] = self._allocate(p, group)
+        return self._residual(p)
 
     # --- Step -------------------------------------------------------------------------------------------------------
 
