@@ -164,14 +164,15 @@ class Lion8bit(Lion):
         seed: of that rounding, which draws from none of torch's generators.
         decouple_lr: weight decay scaled by ``lr / initial_lr`` rather than by ``lr``.
         maximize: ascend.
-        offload_state: not available yet.
+        offload_state: keep the state of parameters on CUDA in pinned host memory, and copy it to the device and back in
+            each step, a part at a time; the results are the same. ``state_dict()`` waits for the copies; before
+            ``state`` is read directly, call ``torch.cuda.synchronize()``.
         fused: step a group's parameters of a dtype in one launch of a Triton kernel. None: where it can run, on CUDA;
             elsewhere one by one by a compiled kernel, with the same results. True: an error where it cannot run.
 
     Raises:
         RuntimeError: ``fused=True``, and there is no Triton; in a step, where the kernel cannot run.
         TypeError, ValueError: an argument cannot be used; the message says which, and what is allowed.
-        NotImplementedError: an option that is not available yet.
     """
 
     def __init__(
