@@ -54,17 +54,12 @@ def store(target: Tensor, momentum: Tensor) -> None:
         shards.copy_(part, source)
 
 
-def store_residual(target: Tensor, residual: Tensor) -> None:
-    """Write the residuals of master weights, whichever of the two are sharded, and of however many bits they are.
-
-    Fewer bits are rounded to; the weight stays, so that what would go to the next one stops halfway to it.
-    """
-    if target.dtype != residual.dtype:
-        local = codec.convert_residual(shards.to_local(residual), target.dtype)
-        sharded: Any = residual
-        is_sharded = shards.is_dtensor(residual)
-        residual = shards.from_local(local, sharded, sharded.shape, sharded.placements) if is_sharded else local
-    shards.copy_(target, residual)
+def store_residual(target: Tensor, residual: Any) -> None:
+    """Write the residuals of master weights, whichever of the two are sharded, and of however many bits they are."""
+    converted = codec.convert_residual(shards.to_local(residual), target.dtype)
+    if shards.is_dtensor(residual):
+        converted = shards.from_local(converted, residual, residual.shape, residual.placements)
+    shards.copy_(target, converted)
 
 
 def _whole(momentum: Tensor) -> Tensor:
