@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,37 +19,12 @@ from torch.utils._triton import has_triton
 from lowbit_optim import checkpoint, codec, offload, sharding, shards, weights
 from lowbit_optim.compiled import CompiledUpdate, UpdateFunction
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
+from lowbit_optim.updates import NO_UPDATES, Updates, check_dtype
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
-_PARAM_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-_GRAD_DTYPES = {*_PARAM_DTYPES, torch.float64}
 _SAVING = threading.RLock()  # reentrant, since a user's hook may ask for a state dict too
 _MAX_FUSED_BLOCK_SIZE = 4096  # a program of the kernel keeps a block in its registers
-
-
-class Updates(NamedTuple):
-    """What is to be stepped: lists of equal length.
-
-    ``residuals`` are those of master weights, None where there is none. ``indices`` count over all groups; ``firsts``
-    are the indices of first elements, where the others are shards.
-    """
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    residuals: list[Tensor | None]
-    indices: list[int]
-    firsts: list[int]
-
-    @property
-    def state(self) -> dict[str, list[Any]]:
-        """What lives where a parameter's state does."""
-        return {"exp_avgs": self.exp_avgs, "residuals": self.residuals}
-
-    def select(self, chosen: list[bool]) -> "Updates":
-        columns: list[list[Any]] = [list(itertools.compress(column, chosen)) for column in self]
-        return Updates(*columns)
 
 
 class _StateOrder:
@@ -129,7 +104,7 @@ class LowBitOptimizer(Optimizer):
             for p in group["params"]:
                 sharding.check_not_flattened(p)
                 if p.requires_grad:
-                    _check_dtype(p)
+                    check_dtype(p)
         except (TypeError, NotImplementedError):
             self.param_groups.pop()
             raise
@@ -160,7 +135,7 @@ class LowBitOptimizer(Optimizer):
     def _new_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Zero state, contiguous; of DTensors if the parameter is one, else of plain tensors."""
         sharding.check_not_flattened(p)
-        _check_dtype(p)
+        check_dtype(p)
         state = {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
         if group["master_weight_bits"] and p.dtype != torch.float32:
             state["master_residual"] = sharding.zeros_like(p, codec.RESIDUAL_DTYPES[group["master_weight_bits"]])
@@ -281,12 +256,9 @@ class LowBitOptimizer(Optimizer):
         Returns:
             The hyper-parameters that they were stepped with.
         """
+        collected = [NO_UPDATES] * len(self.param_groups)
         states = [self.state[p] for p in params]
-        exp_avgs = [state["exp_avg"] for state in states]
-        residuals = [state.get("master_residual") for state in states]
-        none = Updates([], [], [], [], [], [])
-        collected = [none] * len(self.param_groups)
-        collected[number] = Updates(params, grads, exp_avgs, residuals, indices, [0] * len(params))
+        collected[number] = Updates.of(self.param_groups[number], params, grads, states, indices)
         collected, step_offloaded = self._prepare_offloaded(collected, part)
         prepared = self._prepare(number, collected[number], part)
         step_offloaded()
@@ -299,8 +271,8 @@ class LowBitOptimizer(Optimizer):
             return collected, lambda: None
         collected, chunks = self._offload.split(collected)
         prepared = [self._prepare(chunk.group, chunk.updates, (part, i)) for i, chunk in enumerate(chunks)]
-        steps = {id(chunk): group_step for chunk, group_step in zip(chunks, prepared, strict=True)}
-        return collected, lambda: self._offload.run(chunks, lambda chunk: self._step_part(steps[id(chunk)]))
+        steps = dict(zip(chunks, prepared, strict=True))
+        return collected, lambda: self._offload.run(chunks, lambda chunk: self._step_part(steps[chunk]))
 
     def _step_part(self, step: _GroupStep) -> None:
         """Of a group, with the number of the coming step, which is counted once for all."""
@@ -326,11 +298,7 @@ class LowBitOptimizer(Optimizer):
             params = group["params"]
             indices = list(range(first, first + len(params)))
             first += len(params)
-            exp_avgs: list[Any] = [state["exp_avg"] if state else None for state in states]
-            residuals: list[Any] = [None] * len(params)
-            if group["master_weight_bits"]:
-                residuals = [state.get("master_residual") if state else None for state in states]
-            updates = Updates(params, [p.grad for p in params], exp_avgs, residuals, indices, [0] * len(params))
+            updates = Updates.of(group, params, [p.grad for p in params], states, indices)
             if not all(map(operator.is_not, updates.grads, itertools.repeat(None))):
                 updates = updates.select([grad is not None for grad in updates.grads])
             collected.append(updates)
@@ -360,23 +328,23 @@ class LowBitOptimizer(Optimizer):
 
     def _prepare(self, number: int, updates: Updates, part: Hashable = -1) -> _GroupStep:
         """Raises whatever is wrong with a group or its parameters."""
-        group, none = self.param_groups[number], Updates([], [], [], [], [], [])
+        group = self.param_groups[number]
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
             group.setdefault("initial_lr", _copy(group["lr"]))
         _check_lr(group)
         scalars = self._scalars(group)
         if self.defaults["fused"] is False or torch.compiler.is_compiling():
-            _check_updates(updates)
-            return _GroupStep(group, scalars, None, none, updates, [])
+            updates.check()
+            return _GroupStep(group, scalars, None, NO_UPDATES, updates, [])
         options = (group["block_size"], group["seed"], group["stochastic_rounding"], group["master_weight_bits"])
         fused = self._fused_steps.get((number, part))
         if fused is not None and fused.takes(updates, options):
-            return _GroupStep(group, scalars, fused, updates, none, [])
-        _check_updates(updates)
-        updates = _in_one_run(updates, lambda p: self._is_fused(p, group))
+            return _GroupStep(group, scalars, fused, updates, NO_UPDATES, [])
+        updates.check()
+        updates = updates.in_one_run(lambda p: self._is_fused(p, group))
         chosen = [self._is_fused(p, group) for p in updates.params]
         one_by_one = updates.select([not each for each in chosen])
-        updates, copied = _as_plain(updates.select(chosen))
+        updates, copied = updates.select(chosen).as_plain()
         if updates.params and (fused is None or not fused.takes(updates, options)):
             fused = self._fused_steps[number, part] = self._new_fused_step()  # type: ignore[misc]
             fused.plan(updates, options)
@@ -486,44 +454,13 @@ def _update_param(
     local = shards.to_local(p)
     copied = is_traceable_wrapper_subclass(local) or not local.is_contiguous()
     # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
-    values = _contiguous_copy(local) if copied else local.detach()
+    values = shards.plain_copy(local) if copied else local.detach()
     grad = sharding.local_grad(p, grad).contiguous()
     for step in sharding.local_steps(p, values, grad, exp_avg, residual, noisy=noise[0] is not None):
         tensors = step.param, step.grad, step.exp_avg
         update(*tensors, *scalars, *noise, step.position, master_residual=step.master_residual)
     if copied:
         local.copy_(values)
-
-
-def _in_one_run(updates: Updates, is_fused: Callable[[Tensor], bool]) -> Updates:
-    """With what this rank holds in place of each DTensor that the fused step can take so."""
-    rows: list[tuple[Any, ...]] = []
-    for p, grad, exp_avg, residual, index, first in zip(*updates, strict=True):
-        run = sharding.one_run(p, grad, exp_avg, residual) if shards.is_dtensor(p) else None
-        if run is not None and is_fused(run[0]):
-            rows.append((*run[:4], index, run[4]))
-        else:
-            rows.append((p, grad, exp_avg, residual, index, first))
-    return Updates(*(list(column) for column in zip(*rows, strict=True))) if rows else updates
-
-
-def _as_plain(updates: Updates) -> tuple[Updates, list[tuple[Tensor, Tensor]]]:
-    """Copies where need be, and which parameters are to be copied back from where."""
-    params, grads, copied = [], [], []
-    for p, grad in zip(updates.params, updates.grads, strict=True):
-        values = p
-        if is_traceable_wrapper_subclass(p) or not p.is_contiguous():
-            values = _contiguous_copy(p)
-            copied.append((p, values))
-        params.append(values)
-        if is_traceable_wrapper_subclass(grad):
-            grad = _contiguous_copy(grad)
-        grads.append(grad.contiguous())
-    return updates._replace(params=params, grads=grads), copied
-
-
-def _contiguous_copy(p: Tensor) -> Tensor:
-    return torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(p)
 
 
 @functools.cache
@@ -648,32 +585,3 @@ def _pack_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _check_updates(updates: Updates) -> None:
-    for p, grad, _, residual, index, _ in zip(*updates, strict=True):
-        sharding.check(p, grad, f"parameter {index}")
-        if residual is not None and p.dtype == torch.float32:
-            raise RuntimeError(
-                f"parameter {index} of shape {tuple(p.shape)} was changed to float32, and its state has a residual "
-                "for 16 bits. Take optimizer.fp32_state_dict(model) before the change, and load it into the model of a "
-                "new optimizer."
-            )
-    if not {p.dtype for p in updates.params} <= _PARAM_DTYPES:
-        for p in updates.params:
-            _check_dtype(p)
-    if not {grad.layout for grad in updates.grads} <= {torch.strided}:
-        for p, grad, _, _, index, _ in zip(*updates, strict=True):
-            if grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({grad.layout}); this "
-                    "optimizer needs dense ones: build the embedding with sparse=False"
-                )
-
-
-def _check_dtype(p: Tensor) -> None:
-    if p.dtype not in _PARAM_DTYPES:
-        raise TypeError(
-            f"a parameter of shape {tuple(p.shape)} is {p.dtype}; parameters must be float32, bfloat16 or float16. "
-            "Convert the model with model.to(torch.float32), or leave the parameter out."
-        )

@@ -59,7 +59,7 @@ def plain_values(p: Tensor) -> Tensor:
     """What this rank holds of ``p``, as a plain tensor."""
     local = shards.to_local(p).detach()
     if is_traceable_wrapper_subclass(local):
-        return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
+        return shards.plain_copy(local)
     return local
 
 

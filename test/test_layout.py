@@ -16,6 +16,7 @@ LAYERS = [
     "shards",
     "subclasses",
     "sharding",
+    "updates",
     "weights",
     "compiled",
     "options",

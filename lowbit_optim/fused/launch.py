@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -17,9 +17,7 @@ from torch._C._dynamo.guards import TensorGuards
 from lowbit_optim import codec
 from lowbit_optim.fused.kernel import PROGRAMS_PER_BUCKET, QUANTIZED, UNEVEN, lion_kernel
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
-
-if TYPE_CHECKING:
-    from lowbit_optim.optimizer import Updates
+from lowbit_optim.updates import Updates
 
 _PROGRAM_NUMEL = 512
 _WARPS = 1  # then no thread waits for another warp's share of a block's maximum
@@ -37,7 +35,7 @@ class FusedLion:
     """A Lion step of many tensors, in place and without waiting for the device.
 
     What is launched is planned once for tensors that stay where they are; gradients may move from step to step. For
-    ``updates`` see :class:`lowbit_optim.optimizer.Updates`; parameters and gradients are plain and contiguous.
+    ``updates`` see :class:`lowbit_optim.updates.Updates`; parameters and gradients are plain and contiguous.
     ``options`` are the group's block size (unquantised momentum is stepped in blocks, too), the seed, whether to round
     16-bit weights stochastically, and the bits of its master weights, if it has any.
     """
@@ -49,14 +47,14 @@ class FusedLion:
         self._grads: list[int] = []
         self._launches: list[_Launch] = []
 
-    def takes(self, updates: "Updates", options: Options) -> bool:
+    def takes(self, updates: Updates, options: Options) -> bool:
         """Whether these are the tensors of the plan; only gradients may be elsewhere, which it takes note of."""
         if not self._layouts.are_those_of([*updates.params, *updates.grads, *_residuals(updates, options)]):
             return False
         self._grads = list(map(Tensor.data_ptr, updates.grads))
         return self._key == _key(updates, options, self._grads) and self._states.are(updates.exp_avgs)
 
-    def plan(self, updates: "Updates", options: Options) -> None:
+    def plan(self, updates: Updates, options: Options) -> None:
         """Raises RuntimeError if the state or the gradient of a parameter does not fit it."""
         block_size, seed, stochastic_rounding, _ = options
         launches: dict[tuple[Any, ...], _Launch] = {}
@@ -147,12 +145,12 @@ def _addresses(exp_avg: Tensor) -> tuple[int, ...]:
     return exp_avg.codes.data_ptr(), exp_avg.scale.data_ptr(), exp_avg.block_size
 
 
-def _residuals(updates: "Updates", options: Options) -> list[Tensor]:
+def _residuals(updates: Updates, options: Options) -> list[Tensor]:
     *_, master_weight_bits = options
     return [residual for residual in updates.residuals if residual is not None] if master_weight_bits else []
 
 
-def _key(updates: "Updates", options: Options, grads: list[int]) -> list[Any]:
+def _key(updates: Updates, options: Options, grads: list[int]) -> list[Any]:
     """What else a plan is made from. Gradients may move, by whole _ALIGNMENTs."""
     return [
         list(map(Tensor.data_ptr, updates.params)),
