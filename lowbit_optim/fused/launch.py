@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
 from lowbit_optim import codec
-from lowbit_optim.fused.kernel import PROGRAMS_PER_BUCKET, QUANTIZED, UNEVEN, lion_kernel
+from lowbit_optim.fused.kernel import FIELDS, PROGRAMS_PER_BUCKET, QUANTIZED, UNEVEN, lion_kernel
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 from lowbit_optim.updates import Updates
 
@@ -203,19 +203,15 @@ class _Launch:
         first: int,
     ) -> None:
         """A tensor with at least one element; ``number`` is its place among the gradients."""
-        fine = 0 if residual is None else residual.data_ptr()
-        kind, blocks, fields = _fields(param, grad, exp_avg, fine, self.block_size)
-        if first % codec.NOISE_LANES:
-            kind |= UNEVEN
-            fields = (kind, *fields[1:])
-        first_program = self.programs
-        self.programs += -(-blocks // (self.uneven_rows if kind & UNEVEN else self.rows))
+        blocks, fields = _fields(param, grad, exp_avg, residual, self.block_size, first)
+        fields["noise_key"] = noise_key
+        self.first_programs.append(self.programs)
+        self.programs += -(-blocks // (self.uneven_rows if fields["kind"] & UNEVEN else self.rows))
         n_buckets = -(-self.programs // PROGRAMS_PER_BUCKET.value)
         self.buckets.extend([len(self.members)] * (n_buckets - len(self.buckets)))
         self.members.append(number)
-        self.fields.extend((*fields, noise_key, first, fine))
-        self.first_programs.append(first_program)
-        self.kinds |= 1 << kind
+        self.fields.extend(fields[name] for name in FIELDS)
+        self.kinds |= 1 << fields["kind"]
 
     def run(
         self,
@@ -302,22 +298,30 @@ def _own_block_size(shape: torch.Size, block_size: int) -> int:
 
 
 def _fields(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, residual: int, block_size: int
-) -> tuple[int, int, tuple[int, ...]]:
-    """``kind, blocks`` and what the table has of a tensor, up to its row length."""
+    param: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, block_size: int, first: int
+) -> tuple[int, dict[str, int]]:
+    """The number of blocks, and what the table has of a tensor but for its noise key."""
     numel = row_length = param.numel()
     block = triton.next_power_of_2(block_size)
-    state, scale, kind = exp_avg, 0, 0
+    kind, whole, state, scale = 0, _ALIGNMENT, exp_avg, 0
     if isinstance(exp_avg, BlockwiseTensor):
-        state, scale, kind = exp_avg.codes, exp_avg.scale.data_ptr(), QUANTIZED
+        kind, whole, state, scale = QUANTIZED, block_size, exp_avg.codes, exp_avg.scale.data_ptr()
         _, row_length = codec.row_layout(param.shape, block_size)
         block = block_size
-    addresses = param.data_ptr() | grad.data_ptr() | state.data_ptr() | residual
-    whole = block if kind & QUANTIZED else _ALIGNMENT
-    if addresses % _ALIGNMENT or row_length % whole or block != triton.next_power_of_2(block):
+    fields = {
+        "param": param.data_ptr(),
+        "exp_avg": state.data_ptr(),
+        "scale": scale,
+        "numel": numel,
+        "row_length": row_length,
+        "first_element": first,
+        "residual": 0 if residual is None else residual.data_ptr(),
+    }
+    addresses = fields["param"] | grad.data_ptr() | fields["exp_avg"] | fields["residual"]
+    is_aligned = addresses % _ALIGNMENT == 0 and first % codec.NOISE_LANES == 0
+    if not is_aligned or row_length % whole or block != triton.next_power_of_2(block):
         kind |= UNEVEN
-    blocks = numel // row_length * codec.blocks_per_row(row_length, block)
-    return kind, blocks, (kind, param.data_ptr(), state.data_ptr(), scale, numel, row_length)
+    return numel // row_length * codec.blocks_per_row(row_length, block), {"kind": kind, **fields}
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
