@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import operator
 import threading
 import warnings
@@ -18,6 +17,15 @@ from torch.utils._triton import has_triton
 
 from lowbit_optim import checkpoint, codec, offload, sharding, shards, weights
 from lowbit_optim.compiled import CompiledUpdate, UpdateFunction
+from lowbit_optim.hyperparameters import (
+    advance_step,
+    as_scalar,
+    check_lr,
+    is_capturing,
+    kernel_scalars,
+    on_device,
+    step_as_tensor,
+)
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
 from lowbit_optim.updates import NO_UPDATES, Updates, check_dtype
 
@@ -111,14 +119,14 @@ class LowBitOptimizer(Optimizer):
         group["lr"] = _copy(group["lr"])  # a scheduler writes into a tensor, and groups may have been given the same
         if group["decouple_lr"]:
             group.setdefault("initial_lr", _copy(group["lr"]))
-        _step_as_tensor(group)
+        step_as_tensor(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
         self._offload = offload.Offload()
         for group in self.param_groups:
-            _step_as_tensor(group)
+            step_as_tensor(group)
 
     # --- State ------------------------------------------------------------------------------------------------------
 
@@ -331,7 +339,7 @@ class LowBitOptimizer(Optimizer):
         group = self.param_groups[number]
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
             group.setdefault("initial_lr", _copy(group["lr"]))
-        _check_lr(group)
+        check_lr(group)
         scalars = self._scalars(group)
         if self.defaults["fused"] is False or torch.compiler.is_compiling():
             updates.check()
@@ -351,7 +359,7 @@ class LowBitOptimizer(Optimizer):
         return _GroupStep(group, scalars, fused, updates, one_by_one, copied)
 
     def _step_group(self, step: _GroupStep, shared_blocks: sharding.SharedBlocks) -> None:
-        moves_weights = _advance_step(step.group, getattr(self, "found_inf", None))
+        moves_weights = advance_step(step.group, getattr(self, "found_inf", None))
         if step.together.params:
             self._step_together(step)
         updates = step.one_by_one
@@ -384,7 +392,7 @@ class LowBitOptimizer(Optimizer):
         is_rounded = p.dtype != torch.float32 and (residual is None or residual.dtype == torch.int8)
         if not group["stochastic_rounding"] or not is_rounded:
             return None, None
-        return _noise_key(group["seed"], index), _on_device(group["step"], p.device)
+        return _noise_key(group["seed"], index), on_device(group["step"], p.device)
 
     # --- Fused step -------------------------------------------------------------------------------------------------
 
@@ -415,7 +423,7 @@ class LowBitOptimizer(Optimizer):
     def _step_together(self, step: _GroupStep) -> None:
         count, grad_scale = step.group["step"], getattr(self, "grad_scale", None)
         step.fused.run(
-            _kernel_scalars(step.scalars, step.together.params[0].device),
+            kernel_scalars(step.scalars, step.together.params[0].device),
             count.item() if count.device.type == "cpu" else count,
             None if grad_scale is None else grad_scale.double().reciprocal().float(),  # as GradScaler's own unscaling
             getattr(self, "found_inf", None),
@@ -473,106 +481,11 @@ def _noise_key(seed: int, parameter_index: int) -> Tensor:
     return torch.tensor(codec.noise_key(seed, parameter_index), device="cpu")
 
 
-# --- Hyper-parameters -----------------------------------------------------------------------------------------------
-
-
-def as_scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    """0-D float32. A value of the host stays there: a kernel takes it as an argument."""
-    if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float32, device="cpu")
-    return _on_device(value.detach().reshape(()).float(), device)
-
-
-def host_value(value: float | Tensor) -> float | Tensor:
-    """A float wherever reading it waits for no device, since products of floats are formed in fp64."""
-    if not isinstance(value, Tensor) or value.device.type != "cpu" or torch.compiler.is_compiling():
-        return value
-    return value.item()
-
-
-def decay_of_step(group: Mapping[str, Any]) -> float | Tensor:
-    """The share of itself that a weight loses in this step: never NaN, and 0 where lr is."""
-    lr, weight_decay = host_value(group["lr"]), group["weight_decay"]
-    if not group["decouple_lr"]:
-        return lr * weight_decay
-    initial_lr = host_value(group["initial_lr"])
-    if isinstance(lr, Tensor) or isinstance(initial_lr, Tensor):
-        lr, initial_lr = torch.as_tensor(lr), torch.as_tensor(initial_lr)
-        return torch.where(lr == 0, 0.0, weight_decay * (lr / initial_lr))
-    if lr == 0.0:
-        return 0.0
-    if initial_lr == 0.0:
-        raise ValueError(
-            f"decouple_lr scales weight decay by lr / initial_lr, and initial_lr is 0 while lr is {lr}. Give the "
-            "optimizer its full learning rate (a warm-up belongs in a scheduler), or set group['initial_lr']."
-        )
-    return weight_decay * (lr / initial_lr)
-
-
-def _on_device(value: Tensor, device: torch.device) -> Tensor:
-    return value if value.device == device or value.device.type == "cpu" else value.to(device)
-
-
-def _kernel_scalars(scalars: tuple[float | Tensor, ...], device: torch.device) -> tuple[float | Tensor, ...]:
-    """As the fused kernel takes them: lr and decay both floats, or both 0-D float32 on a device; the others floats."""
-    lr, decay, *others = (host_value(value) for value in scalars)
-    if isinstance(lr, Tensor) or isinstance(decay, Tensor):
-        lr, decay = (torch.as_tensor(value, dtype=torch.float32, device=device).reshape(()) for value in (lr, decay))
-    else:
-        lr, decay = float(lr), float(decay)
-    return lr, decay, *(float(value) for value in others)
-
-
-def _check_lr(group: Mapping[str, Any]) -> None:
-    lr = host_value(group["lr"])
-    if _is_capturing() and not (isinstance(lr, Tensor) and lr.device == group["step"].device):
-        raise RuntimeError(
-            "a CUDA graph would use this step's learning rate and rounding noise in every replay: give the learning "
-            "rate as a tensor on the device, and run one step with it before this one is captured"
-        )
-    if not isinstance(lr, Tensor) and not math.isfinite(lr):
-        raise ValueError(f"lr is {lr} in this step; it must be finite. Look at what set it: a scheduler, or by hand")
-
-
-def _advance_step(group: dict[str, Any], found_inf: Tensor | None) -> bool:
-    """Count a step if it moves weights, and say whether it does: DCP creates state with a hidden step at lr 0.
-
-    A learning rate on a device is not waited for, nor is ``found_inf``; the count is then the device's, and the answer
-    True.
-    """
-    lr = host_value(group["lr"])
-    moves = [] if found_inf is None else [found_inf.reshape(()) == 0]
-    if isinstance(lr, Tensor):
-        moves.insert(0, lr.detach().reshape(()) != 0)
-    elif lr == 0.0:
-        return False
-    if not moves:
-        group["step"] = group["step"] + 1
-        return True
-    device = moves[0].device
-    if group["step"].device != device:
-        group["step"] = group["step"].to(device)
-    # in place, so that a captured graph goes on counting
-    group["step"].add_(functools.reduce(torch.logical_and, [each.to(device) for each in moves]))
-    return True
-
-
 def _check_not_capturing() -> None:
-    if _is_capturing():
+    if is_capturing():
         raise RuntimeError(
             "a CUDA graph would set the optimizer's state to zero in every replay: run a step before it is captured"
         )
-
-
-def _is_capturing() -> bool:
-    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
-        return False
-    return torch.cuda.is_current_stream_capturing()
-
-
-def _step_as_tensor(group: dict[str, Any]) -> None:
-    if not isinstance(group.get("step"), Tensor):
-        group["step"] = torch.tensor(group.get("step", 0), dtype=torch.int64, device="cpu")
 
 
 def _pack_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

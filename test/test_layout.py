@@ -20,6 +20,7 @@ LAYERS = [
     "weights",
     "compiled",
     "options",
+    "hyperparameters",
     "checkpoint",
     "offload",
     "optimizer",
