@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._triton import has_triton
 
-from lowbit_optim import checkpoint, codec, offload, sharding, shards
+from lowbit_optim import checkpoint, codec, offload, sharding, shards, weights
 from lowbit_optim.compiled import CompiledUpdate, UpdateFunction
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
 
@@ -31,19 +31,21 @@ _MAX_FUSED_BLOCK_SIZE = 4096  # a program of the kernel keeps a block in its reg
 class Updates(NamedTuple):
     """What is to be stepped: lists of equal length.
 
-    ``indices`` count over all groups; ``firsts`` are the indices of first elements, where the others are shards.
+    ``residuals`` are those of master weights, None where there is none. ``indices`` count over all groups; ``firsts``
+    are the indices of first elements, where the others are shards.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
     exp_avgs: list[Tensor]
+    residuals: list[Tensor | None]
     indices: list[int]
     firsts: list[int]
 
     @property
     def state(self) -> dict[str, list[Any]]:
         """What lives where a parameter's state does."""
-        return {"exp_avgs": self.exp_avgs}
+        return {"exp_avgs": self.exp_avgs, "residuals": self.residuals}
 
     def select(self, chosen: list[bool]) -> "Updates":
         columns: list[list[Any]] = [list(itertools.compress(column, chosen)) for column in self]
@@ -159,7 +161,10 @@ class LowBitOptimizer(Optimizer):
         """Zero state, contiguous; of DTensors if the parameter is one, else of plain tensors."""
         sharding.check_not_flattened(p)
         _check_dtype(p)
-        return {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
+        state = {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
+        if group["master_weight_bits"] and p.dtype != torch.float32:
+            state["master_residual"] = sharding.zeros_like(p, codec.RESIDUAL_DTYPES[group["master_weight_bits"]])
+        return state
 
     @torch.compiler.disable
     def _init_missing_state(self) -> None:
@@ -199,6 +204,42 @@ class LowBitOptimizer(Optimizer):
         self._offload.wait()
         checkpoint.load(self, state_dict, super().load_state_dict, self._allocate)
         self._forget()
+
+    def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """``model.state_dict()`` with the weights that this optimizer has bits of, in fp32.
+
+        Returns:
+            A bfloat16 or float16 parameter is fp32: its master weight if it has a residual (``master_weight_bits``),
+            else the same value. Other tensors share the model's memory. Tied parameters are one tensor under each of
+            their names, and a DTensor is one with the same placements.
+        """
+        self._offload.wait()
+        return weights.fp32_state_dict(model, self._residual)
+
+    def load_fp32_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+        """Set a model's weights, and the residuals of those that have ``master_weight_bits``.
+
+        Args:
+            model: whose parameters this optimizer steps, sharded before or not.
+            state_dict: from :meth:`fp32_state_dict` or ``state_dict()`` of a model like it in fp32; whole tensors, or
+                DTensors on any mesh. A tied parameter may be there under one name alone.
+
+        Raises:
+            ValueError, TypeError: the name of what is missing, unexpected or does not fit. Nothing has changed.
+        """
+        self._offload.wait()
+        weights.load_fp32_state_dict(model, state_dict, self._residual_to_set)
+
+    def _residual(self, p: Tensor) -> Tensor | None:
+        return self.state[p].get("master_residual") if p in self.state else None
+
+    def _residual_to_set(self, p: Tensor) -> Tensor | None:
+        """With new state for what has none before the first step."""
+        for group in self.param_groups:
+            is_new = group["master_weight_bits"] and _is_trained(p) and not self.state.get(p)
+            if is_new and any(p is other for other in group["params"]):
+                self.state[p] = self._allocate(p, group)
+        return self._residual(p)
 
     # --- Step -------------------------------------------------------------------------------------------------------
 
@@ -240,10 +281,12 @@ class LowBitOptimizer(Optimizer):
         Returns:
             The hyper-parameters that they were stepped with.
         """
-        exp_avgs = [self.state[p]["exp_avg"] for p in params]
-        none = Updates([], [], [], [], [])
+        states = [self.state[p] for p in params]
+        exp_avgs = [state["exp_avg"] for state in states]
+        residuals = [state.get("master_residual") for state in states]
+        none = Updates([], [], [], [], [], [])
         collected = [none] * len(self.param_groups)
-        collected[number] = Updates(params, grads, exp_avgs, indices, [0] * len(params))
+        collected[number] = Updates(params, grads, exp_avgs, residuals, indices, [0] * len(params))
         collected, step_offloaded = self._prepare_offloaded(collected, part)
         prepared = self._prepare(number, collected[number], part)
         step_offloaded()
@@ -284,7 +327,10 @@ class LowBitOptimizer(Optimizer):
             indices = list(range(first, first + len(params)))
             first += len(params)
             exp_avgs: list[Any] = [state["exp_avg"] if state else None for state in states]
-            updates = Updates(params, [p.grad for p in params], exp_avgs, indices, [0] * len(params))
+            residuals: list[Any] = [None] * len(params)
+            if group["master_weight_bits"]:
+                residuals = [state.get("master_residual") if state else None for state in states]
+            updates = Updates(params, [p.grad for p in params], exp_avgs, residuals, indices, [0] * len(params))
             if not all(map(operator.is_not, updates.grads, itertools.repeat(None))):
                 updates = updates.select([grad is not None for grad in updates.grads])
             collected.append(updates)
@@ -314,7 +360,7 @@ class LowBitOptimizer(Optimizer):
 
     def _prepare(self, number: int, updates: Updates, part: Hashable = -1) -> _GroupStep:
         """Raises whatever is wrong with a group or its parameters."""
-        group, none = self.param_groups[number], Updates([], [], [], [], [])
+        group, none = self.param_groups[number], Updates([], [], [], [], [], [])
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
             group.setdefault("initial_lr", _copy(group["lr"]))
         _check_lr(group)
@@ -322,7 +368,7 @@ class LowBitOptimizer(Optimizer):
         if self.defaults["fused"] is False or torch.compiler.is_compiling():
             _check_updates(updates)
             return _GroupStep(group, scalars, None, none, updates, [])
-        options = (group["block_size"], group["seed"], group["stochastic_rounding"])
+        options = (group["block_size"], group["seed"], group["stochastic_rounding"], group["master_weight_bits"])
         fused = self._fused_steps.get((number, part))
         if fused is not None and fused.takes(updates, options):
             return _GroupStep(group, scalars, fused, updates, none, [])
@@ -343,7 +389,8 @@ class LowBitOptimizer(Optimizer):
         updates = step.one_by_one
         if not moves_weights:
             # 0 * inf is NaN, and 0 + -0.0 is 0.0: at lr 0 the update gets a copy, so that no weight can change
-            updates = updates._replace(params=[p.detach().clone() for p in updates.params])
+            residuals = [None if residual is None else residual.clone() for residual in updates.residuals]
+            updates = updates._replace(params=[p.detach().clone() for p in updates.params], residuals=residuals)
         updates = updates._replace(exp_avgs=[shared_blocks.decode(exp_avg) for exp_avg in updates.exp_avgs])
         self._step_one_by_one(step.group, updates, step.scalars)
 
@@ -357,14 +404,17 @@ class LowBitOptimizer(Optimizer):
         if not torch.compiler.is_compiling():  # inside a user's own graph, that compiler fuses it
             update = _compiled_update(update)
         on_device: dict[torch.device, tuple[Tensor, ...]] = {}
-        for p, grad, exp_avg, index, _ in zip(*updates, strict=True):
+        for p, grad, exp_avg, residual, index, _ in zip(*updates, strict=True):
             if p.device not in on_device:
                 on_device[p.device] = tuple(as_scalar(value, p.device) for value in scalars)
-            noise = self._noise(p, index, group)
-            _update_param(update, p, grad, exp_avg, on_device[p.device], noise)
+            noise = self._noise(p, residual, index, group)
+            _update_param(update, p, grad, exp_avg, residual, on_device[p.device], noise)
 
-    def _noise(self, p: Tensor, index: int, group: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-        if not group["stochastic_rounding"] or p.dtype == torch.float32:
+    def _noise(
+        self, p: Tensor, residual: Tensor | None, index: int, group: dict[str, Any]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        is_rounded = p.dtype != torch.float32 and (residual is None or residual.dtype == torch.int8)
+        if not group["stochastic_rounding"] or not is_rounded:
             return None, None
         return _noise_key(group["seed"], index), _on_device(group["step"], p.device)
 
@@ -428,6 +478,7 @@ def _update_param(
     p: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
+    residual: Tensor | None,
     scalars: tuple[Tensor, ...],
     noise: tuple[Tensor | None, Tensor | None],
 ) -> None:
@@ -437,8 +488,9 @@ def _update_param(
     # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
     values = _contiguous_copy(local) if copied else local.detach()
     grad = sharding.local_grad(p, grad).contiguous()
-    for step in sharding.local_steps(p, values, grad, exp_avg, noisy=noise[0] is not None):
-        update(step.param, step.grad, step.exp_avg, *scalars, *noise, step.position)
+    for step in sharding.local_steps(p, values, grad, exp_avg, residual, noisy=noise[0] is not None):
+        tensors = step.param, step.grad, step.exp_avg
+        update(*tensors, *scalars, *noise, step.position, master_residual=step.master_residual)
     if copied:
         local.copy_(values)
 
@@ -446,12 +498,12 @@ def _update_param(
 def _in_one_run(updates: Updates, is_fused: Callable[[Tensor], bool]) -> Updates:
     """With what this rank holds in place of each DTensor that the fused step can take so."""
     rows: list[tuple[Any, ...]] = []
-    for p, grad, exp_avg, index, first in zip(*updates, strict=True):
-        run = sharding.one_run(p, grad, exp_avg) if shards.is_dtensor(p) else None
+    for p, grad, exp_avg, residual, index, first in zip(*updates, strict=True):
+        run = sharding.one_run(p, grad, exp_avg, residual) if shards.is_dtensor(p) else None
         if run is not None and is_fused(run[0]):
-            rows.append((*run[:3], index, run[3]))
+            rows.append((*run[:4], index, run[4]))
         else:
-            rows.append((p, grad, exp_avg, index, first))
+            rows.append((p, grad, exp_avg, residual, index, first))
     return Updates(*(list(column) for column in zip(*rows, strict=True))) if rows else updates
 
 
@@ -599,13 +651,19 @@ def _copy(value: Any) -> Any:
 
 
 def _check_updates(updates: Updates) -> None:
-    for p, grad, _, index, _ in zip(*updates, strict=True):
+    for p, grad, _, residual, index, _ in zip(*updates, strict=True):
         sharding.check(p, grad, f"parameter {index}")
+        if residual is not None and p.dtype == torch.float32:
+            raise RuntimeError(
+                f"parameter {index} of shape {tuple(p.shape)} was changed to float32, and its state has a residual "
+                "for 16 bits. Take optimizer.fp32_state_dict(model) before the change, and load it into the model of a "
+                "new optimizer."
+            )
     if not {p.dtype for p in updates.params} <= _PARAM_DTYPES:
         for p in updates.params:
             _check_dtype(p)
     if not {grad.layout for grad in updates.grads} <= {torch.strided}:
-        for p, grad, _, index, _ in zip(*updates, strict=True):
+        for p, grad, _, _, index, _ in zip(*updates, strict=True):
             if grad.layout != torch.strided:
                 raise RuntimeError(
                     f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({grad.layout}); this "

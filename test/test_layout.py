@@ -16,6 +16,7 @@ LAYERS = [
     "shards",
     "subclasses",
     "sharding",
+    "weights",
     "compiled",
     "options",
     "checkpoint",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _PROGRAM_NUMEL = 512
 _WARPS = 1  # then no thread waits for another warp's share of a block's maximum
 _ALIGNMENT = 16  # bytes of the widest load, and elements of one of codes
+Options = tuple[int, int, bool, int | None]
 _TRITON_DTYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -37,8 +38,8 @@ class FusedLion:
 
     What is launched is planned once for tensors that stay where they are; gradients may move from step to step. For
     ``updates`` see :class:`lowbit_optim.optimizer.Updates`; parameters and gradients are plain and contiguous.
-    ``options`` are the group's block size (unquantised momentum is stepped in blocks, too), the seed, and whether to
-    round 16-bit weights stochastically.
+    ``options`` are the group's block size (unquantised momentum is stepped in blocks, too), the seed, whether to round
+    16-bit weights stochastically, and the bits of its master weights, if it has any.
     """
 
     def __init__(self) -> None:
@@ -48,30 +49,31 @@ class FusedLion:
         self._grads: list[int] = []
         self._launches: list[_Launch] = []
 
-    def takes(self, updates: "Updates", options: tuple[int, int, bool]) -> bool:
+    def takes(self, updates: "Updates", options: Options) -> bool:
         """Whether these are the tensors of the plan; only gradients may be elsewhere, which it takes note of."""
-        if not self._layouts.are_those_of([*updates.params, *updates.grads]):
+        if not self._layouts.are_those_of([*updates.params, *updates.grads, *_residuals(updates, options)]):
             return False
         self._grads = list(map(Tensor.data_ptr, updates.grads))
         return self._key == _key(updates, options, self._grads) and self._states.are(updates.exp_avgs)
 
-    def plan(self, updates: "Updates", options: tuple[int, int, bool]) -> None:
+    def plan(self, updates: "Updates", options: Options) -> None:
         """Raises RuntimeError if the state or the gradient of a parameter does not fit it."""
-        block_size, seed, stochastic_rounding = options
+        block_size, seed, stochastic_rounding, _ = options
         launches: dict[tuple[Any, ...], _Launch] = {}
-        for number, (param, grad, exp_avg, index, first) in enumerate(zip(*updates, strict=True)):
-            _check(param, grad, exp_avg)
+        for number, (param, grad, exp_avg, residual, index, first) in enumerate(zip(*updates, strict=True)):
+            _check(param, grad, exp_avg, residual)
             if param.numel() == 0:
                 continue
             block = block_size
             if isinstance(exp_avg, BlockwiseTensor):
                 block = _own_block_size(param.shape, exp_avg.block_size)
-            kind = (param.device, param.dtype, grad.dtype, block, stochastic_rounding)
+            residual_bits = 0 if residual is None else 8 * residual.element_size()
+            kind = (param.device, param.dtype, grad.dtype, block, stochastic_rounding, residual_bits)
             if kind not in launches:
                 launches[kind] = _Launch(*kind)
-            launches[kind].add(number, param, grad, exp_avg, codec.noise_key(seed, index), first)
+            launches[kind].add(number, param, grad, exp_avg, residual, codec.noise_key(seed, index), first)
         self._launches = list(launches.values())
-        self._layouts = _Layouts([*updates.params, *updates.grads])
+        self._layouts = _Layouts([*updates.params, *updates.grads, *_residuals(updates, options)])
         self._states = _States(updates.exp_avgs)
         self._grads = list(map(Tensor.data_ptr, updates.grads))
         self._key = _key(updates, options, self._grads)
@@ -145,10 +147,16 @@ def _addresses(exp_avg: Tensor) -> tuple[int, ...]:
     return exp_avg.codes.data_ptr(), exp_avg.scale.data_ptr(), exp_avg.block_size
 
 
-def _key(updates: "Updates", options: tuple[int, int, bool], grads: list[int]) -> list[Any]:
+def _residuals(updates: "Updates", options: Options) -> list[Tensor]:
+    *_, master_weight_bits = options
+    return [residual for residual in updates.residuals if residual is not None] if master_weight_bits else []
+
+
+def _key(updates: "Updates", options: Options, grads: list[int]) -> list[Any]:
     """What else a plan is made from. Gradients may move, by whole _ALIGNMENTs."""
     return [
         list(map(Tensor.data_ptr, updates.params)),
+        list(map(Tensor.data_ptr, _residuals(updates, options))),
         [address % _ALIGNMENT for address in grads],
         options,
         updates.indices,
@@ -165,6 +173,7 @@ class _Launch:
     grad_dtype: torch.dtype
     block_size: int
     stochastic_rounding: bool
+    residual_bits: int
     members: list[int] = field(default_factory=list)
     fields: array = field(default_factory=lambda: array("q"))
     first_programs: array = field(default_factory=lambda: array("q"))
@@ -185,9 +194,19 @@ class _Launch:
         """Fewer, since their addresses take registers."""
         return max(1, self.rows // 4)
 
-    def add(self, number: int, param: Tensor, grad: Tensor, exp_avg: Tensor, noise_key: int, first: int) -> None:
+    def add(
+        self,
+        number: int,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        residual: Tensor | None,
+        noise_key: int,
+        first: int,
+    ) -> None:
         """A tensor with at least one element; ``number`` is its place among the gradients."""
-        kind, blocks, fields = _fields(param, grad, exp_avg, self.block_size)
+        fine = 0 if residual is None else residual.data_ptr()
+        kind, blocks, fields = _fields(param, grad, exp_avg, fine, self.block_size)
         if first % codec.NOISE_LANES:
             kind |= UNEVEN
             fields = (kind, *fields[1:])
@@ -196,7 +215,7 @@ class _Launch:
         n_buckets = -(-self.programs // PROGRAMS_PER_BUCKET.value)
         self.buckets.extend([len(self.members)] * (n_buckets - len(self.buckets)))
         self.members.append(number)
-        self.fields.extend((*fields, noise_key, first))
+        self.fields.extend((*fields, noise_key, first, fine))
         self.first_programs.append(first_program)
         self.kinds |= 1 << kind
 
@@ -222,7 +241,8 @@ class _Launch:
                 LR_MAY_BE_ZERO=isinstance(lr, Tensor) or lr == 0,
                 PARAM=_TRITON_DTYPES[self.param_dtype],
                 GRAD=_TRITON_DTYPES[self.grad_dtype],
-                STOCHASTIC=self.stochastic_rounding and self.param_dtype != torch.float32,
+                STOCHASTIC=self.stochastic_rounding and self.param_dtype != torch.float32 and self.residual_bits != 16,
+                RESIDUAL_BITS=self.residual_bits,
                 BLOCK=self.block_size,
                 WIDTH=self.width,
                 ROWS=self.rows,
@@ -249,7 +269,7 @@ class _Launch:
         return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
-def _check(param: Tensor, grad: Tensor, exp_avg: Tensor) -> None:
+def _check(param: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None) -> None:
     """The kernel would read and write wherever a tensor that does not fit points to."""
     if grad.shape != param.shape or grad.device != param.device:
         raise RuntimeError(
@@ -265,6 +285,8 @@ def _check(param: Tensor, grad: Tensor, exp_avg: Tensor) -> None:
     if isinstance(exp_avg, BlockwiseTensor):
         scale_shape = torch.Size(codec.scale_shape(param.shape, exp_avg.block_size))
         parts = [(exp_avg.codes, param.shape, torch.int8), (exp_avg.scale, scale_shape, codec.SCALE_DTYPE)]
+    if residual is not None:
+        parts.append((residual, param.shape, torch.int8 if residual.dtype == torch.int8 else torch.int16))
     for part, shape, dtype in parts:
         if part.device != param.device or part.shape != shape or part.dtype != dtype or not part.is_contiguous():
             raise RuntimeError(
@@ -281,8 +303,10 @@ def _own_block_size(shape: torch.Size, block_size: int) -> int:
     return row_length if row_length < block_size and is_even else block_size
 
 
-def _fields(param: Tensor, grad: Tensor, exp_avg: Tensor, block_size: int) -> tuple[int, int, tuple[int, ...]]:
-    """``kind, blocks`` and what the table has of a tensor, but for its noise key."""
+def _fields(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, residual: int, block_size: int
+) -> tuple[int, int, tuple[int, ...]]:
+    """``kind, blocks`` and what the table has of a tensor, up to its row length."""
     numel = row_length = param.numel()
     block = triton.next_power_of_2(block_size)
     state, scale, kind = exp_avg, 0, 0
@@ -290,7 +314,7 @@ def _fields(param: Tensor, grad: Tensor, exp_avg: Tensor, block_size: int) -> tu
         state, scale, kind = exp_avg.codes, exp_avg.scale.data_ptr(), QUANTIZED
         _, row_length = codec.row_layout(param.shape, block_size)
         block = block_size
-    addresses = param.data_ptr() | grad.data_ptr() | state.data_ptr()
+    addresses = param.data_ptr() | grad.data_ptr() | state.data_ptr() | residual
     whole = block if kind & QUANTIZED else _ALIGNMENT
     if addresses % _ALIGNMENT or row_length % whole or block != triton.next_power_of_2(block):
         kind |= UNEVEN
