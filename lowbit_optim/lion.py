@@ -131,6 +131,7 @@ class Lion(LowBitOptimizer):
             0 ... 1, over what this rank holds of the weights; 0 if there are none of these dtypes. Gradients, momentum
             and weight decay, which is smaller still, play no part.
         """
+        self._offload.wait()
         groups = self.param_groups if group is None else [self.param_groups[group]]
         stalled = total = 0
         for each in groups:

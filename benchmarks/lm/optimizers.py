@@ -84,8 +84,8 @@ def default_weight_decay(name: str) -> float:
     return _ADAMW_WEIGHT_DECAY * (_LION_RATIO if REGISTRY[name].family == "lion" else 1)
 
 
-def build(name: str, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """The optimizer `name` over `model`; matrices decay, vectors (norms) do not.
+def build(name: str, model: nn.Module, lr: float, weight_decay: float, **options: Any) -> torch.optim.Optimizer:
+    """The optimizer `name` over `model`; matrices decay, vectors (norms) do not. `options` go to its constructor.
 
     Raises:
         UsageError: as `find`.
@@ -98,7 +98,7 @@ def build(name: str, model: nn.Module, lr: float, weight_decay: float) -> torch.
     optimizer_class = find(name, parameters[0].device)
     entry = REGISTRY[name]
     fp32 = all(p.dtype == torch.float32 for p in parameters)
-    return optimizer_class(groups, lr=lr, **entry.options, **(entry.fp32_options if fp32 else {}))
+    return optimizer_class(groups, lr=lr, **entry.options, **(entry.fp32_options if fp32 else {}), **options)
 
 
 def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> float:
