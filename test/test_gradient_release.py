@@ -24,6 +24,7 @@ def _small_and_eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A few tensors at a time, as in a model that is much larger than what may wait."""
     module = sys.modules["lowbit_optim.gradient_release"]  # the package's attribute is the function
     monkeypatch.setattr(module, "_MAX_WAITING_BYTES", LIMIT)
+    monkeypatch.setattr(module, "_MAX_WAITING_SHARE", 1)
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -136,6 +137,14 @@ def test_gradients_are_gone_after_backward(device: str) -> None:
     optimizer.step()
     assert all(p.grad is None for p in model.parameters())
     assert not optimizer._release._waiting
+
+
+def test_a_share_of_all_gradients_waits_at_most(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["lowbit_optim.gradient_release"], "_MAX_WAITING_SHARE", 0.1)
+    model, optimizer, _ = make(device)
+    model(tokens(0, device)).backward()
+    waiting = sum(each.nbytes for each in optimizer._release._waiting.values())
+    assert 0 < waiting <= 0.1 * sum(p.nbytes for p in model.parameters())
 
 
 def test_a_learning_rate_of_0_moves_and_counts_nothing(device: str) -> None:

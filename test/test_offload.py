@@ -264,7 +264,7 @@ def test_with_gradient_release(device: str, monkeypatch: pytest.MonkeyPatch) -> 
         optimizer = Lion8bit(model.parameters(), lr=1e-2, min_quantized_numel=0, offload_state=saving)
         if saving:
             release = gradient_release(model, optimizer)
-            monkeypatch.setitem(type(release)._take.__globals__, "_MAX_WAITING_BYTES", 10_000)
+            monkeypatch.setitem(type(release)._take.__globals__, "_MAX_WAITING_SHARE", 0.2)
         for step in range(STEPS):
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
             model(x).square().mean().backward()

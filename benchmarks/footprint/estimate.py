@@ -17,7 +17,7 @@ STATE_BYTES = {
 }
 # What a step allocates for the largest matrix, bytes an element; nothing where a kernel does it all.
 STEP_BYTES = {"lion_pytorch.Lion": 4}
-_RELEASED_BYTES = 64 << 20  # of gradients that gradient_release keeps waiting, at most
+_WAITING_BYTES, _WAITING_SHARE = 256 << 20, 1 / 16  # of gradients that gradient_release keeps waiting, at most
 _OFFLOAD_BUFFERS = 3 * (64 << 20)
 _WEIGHT_BYTES = 2
 
@@ -91,8 +91,8 @@ def estimate(
     largest, gradients = _WEIGHT_BYTES * max(matrices), float(weights)
     before_embedding = gradients - _WEIGHT_BYTES * matrices[0] * (not config.tied)
     if gradient_release:
-        gradients = min(gradients, _RELEASED_BYTES + largest)
-        before_embedding = min(gradients, _RELEASED_BYTES)
+        waiting = min(_WAITING_BYTES, _WAITING_SHARE * gradients)
+        gradients, before_embedding = waiting + largest, waiting
     temporary = buffers + STEP_BYTES.get(optimizer, 0) * max(matrices)
     moments = [
         Estimate(weights, state, 0, inputs + 12 * tokens * config.vocab, 0),

@@ -32,8 +32,7 @@ def test_a_tiny_model_on_the_cpu(released: bool) -> None:
     vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
     assert row["parameters"] == n
     assert row["weights"] == 2 * n
-    # below the limit all wait for the step
-    assert row["gradients"] == 2 * n
+    assert row["gradients"] == 2 * n if not released else 0 < row["gradients"] <= 2 * n / 16  # what waits for the step
     assert row["state_in_all"] == pytest.approx((n - vectors) * (1 + 2 / 64) + 4 * vectors)
     assert row["peak"] is None
     assert row["iteration_ms"] > row["step_ms"] > 0
