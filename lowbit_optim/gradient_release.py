@@ -1,5 +1,6 @@
 """Stepping parameters inside backward, so that their gradients are not in memory all at once."""
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -88,8 +89,6 @@ class GradientRelease:
         """Give back the gradients that wait, for this step to take. Returns whether any parameter has been stepped."""
         for number, scalars in self._scalars.items():
             self._check_unchanged(number, scalars)
-        for side, _ in self._sides.values():
-            torch.cuda.current_stream(side.device).wait_stream(side)
         self._put_back()
         return bool(self._scalars)
 
@@ -128,8 +127,8 @@ class GradientRelease:
         """With the groups as they are now, and state for all parameters, as in the first of all steps."""
         self._optimizer._all_states()
         self._places = {id(p): place for p, *place in self._own_parameters()}
-        hooked = [p for p in self._model.parameters() if id(p) in self._hooks]
-        self._limit = min(_MAX_WAITING_BYTES, _MAX_WAITING_SHARE * sum(shards.to_local(p).nbytes for p in hooked))
+        hooked = [shards.to_local(p) for p, *_ in self._own_parameters() if id(p) in self._hooks]
+        self._limit = min(_MAX_WAITING_BYTES, _MAX_WAITING_SHARE * sum(p.nbytes for p in hooked))
 
     def _can_step(self, p: Any, grad: Tensor) -> bool:
         """All else is left to ``step``: ranks might meet in another order, or be hindered from going on.
@@ -168,11 +167,13 @@ class GradientRelease:
 
     @contextmanager
     def _beside(self, stream: Any, grads: list[Tensor]) -> Iterator[None]:
-        """On a stream of its own, so that backward goes on while state comes and goes.
+        """On a stream of its own, so that backward goes on while state comes and goes; its end waits for it.
 
         The host waits if two such are under way already, since their gradients cannot be freed before they are done.
         """
-        side, ends = self._sides.setdefault(stream.device, (torch.cuda.Stream(stream.device), deque()))
+        if stream.device not in self._sides:
+            self._sides[stream.device] = torch.cuda.Stream(stream.device), deque()
+        side, ends = self._sides[stream.device]
         if len(ends) == 2:
             ends.popleft().synchronize()
         side.wait_stream(stream)
@@ -181,6 +182,7 @@ class GradientRelease:
         with torch.cuda.stream(side):
             yield
         ends.append(side.record_event())
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_wait_for, side))
 
     def _put_back(self) -> None:
         for waiting in self._waiting.values():
@@ -209,10 +211,10 @@ class GradientRelease:
 
     def _hook_parameters(self) -> None:
         """Those that are trained and have no hook: new ones, and ones that were frozen before."""
-        new = [p for p in self._model.parameters() if p.requires_grad and id(p) not in self._hooks]
-        if new:
-            own = {id(p) for p, *_ in self._own_parameters()}
-            self._hooks |= {id(p): p.register_post_accumulate_grad_hook(self._take) for p in new if id(p) in own}
+        new = {id(p) for p, *_ in self._own_parameters() if p.requires_grad and id(p) not in self._hooks}
+        if new:  # to go through a model takes longer than to go through the groups
+            found = [p for p in self._model.parameters() if id(p) in new]
+            self._hooks |= {id(p): p.register_post_accumulate_grad_hook(self._take) for p in found}
 
     # --- Checks -----------------------------------------------------------------------------------------------------
 
@@ -255,6 +257,10 @@ def _is_release(hook: Any) -> bool:
 
 def _on(stream: Any, grads: list[Tensor]) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _wait_for(stream: Any) -> None:
+    torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 def _refuse_ddp(module: nn.Module, args: Any) -> None:
