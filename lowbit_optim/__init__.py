@@ -3,3 +3,4 @@
 from lowbit_optim.lion import Lion, Lion8bit
 
 __all__ = ["Lion", "Lion8bit"]
+__version__ = "0.1.0"
