@@ -25,6 +25,7 @@ def lion_update(
     noise_key: Tensor | None = None,
     noise_step: Tensor | None = None,
     position: codec.Position | None = None,
+    master_residual: Tensor | None = None,
 ) -> None:
     """One Lion step, in place; all arithmetic in fp32, in the paper's order.
 
@@ -37,8 +38,10 @@ def lion_update(
         grad_weight1, grad_weight2: 0-D float32, ``1 - beta``; negative to maximise.
         noise_key, noise_step: 0-D int64, to round the stored weight stochastically; None rounds to nearest.
         position: where ``param`` lies in the parameter that it is a shard of; None if it is the whole.
+        master_residual: int8 or int16, shaped like ``param``: what a bfloat16 or float16 weight lacks of its master
+            weight (:func:`lowbit_optim.codec.split_weight`); noise then acts on the master's last bit.
     """
-    p, g, m = param.float(), grad.float(), dequantize(exp_avg)
+    p, g, m = codec.read_weight(param, master_residual), grad.float(), dequantize(exp_avg)
 
     p = p - decay * p
     p = p - _times_sign(lr, beta1 * m + grad_weight1 * g)
@@ -46,10 +49,11 @@ def lion_update(
     m = beta2 * m
     m = torch.where(g.abs() < math.inf, m + grad_weight2 * g, m)
 
+    noise = None
     if noise_key is not None and noise_step is not None:
         group, lane = codec.element_index(param.shape, param.device, position)
-        p = codec.stochastic_round(p, codec.rounding_noise(group, lane, noise_key, noise_step), param.dtype)
-    param.copy_(p)
+        noise = codec.rounding_noise(group, lane, noise_key, noise_step)
+    codec.write_weight(param, master_residual, p, noise)
     exp_avg.copy_(m)
 
 
@@ -127,9 +131,10 @@ class Lion8bit(Lion):
             elements and rows of 16. All other momentum is float32.
         block_size: elements that share a scale, >= 16.
         min_quantized_numel: smaller parameters have float32 momentum.
-        master_weight_bits: not available yet.
-        stochastic_rounding: round bfloat16 and float16 weights up or down at random, so that small updates count on
-            average; False rounds to nearest.
+        master_weight_bits: 24 or 32: keep 8 or 16 more bits of each bfloat16 and float16 weight in the state, so that
+            nothing that small updates add up to is lost; None keeps the weights alone.
+        stochastic_rounding: round bfloat16 and float16 weights, or the 24 bits of them, up or down at random, so that
+            small updates count on average; False rounds to nearest.
         seed: of that rounding, which draws from none of torch's generators.
         decouple_lr: weight decay scaled by ``lr / initial_lr`` rather than by ``lr``.
         maximize: ascend.

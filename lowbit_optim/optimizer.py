@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._triton import has_triton
@@ -26,18 +26,19 @@ _PARAM_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _GRAD_DTYPES = {*_PARAM_DTYPES, torch.float64}
 _SAVING = threading.RLock()  # reentrant, since a user's hook may ask for a state dict too
 _MAX_FUSED_BLOCK_SIZE = 4096  # a program of the kernel keeps a block in its registers
-_PLAIN = {Tensor, nn.Parameter}
 
 
 class Updates(NamedTuple):
     """What is to be stepped: lists of equal length.
 
-    ``indices`` count over all groups; ``firsts`` are the indices of first elements, where the others are shards.
+    ``residuals`` are those of master weights, None where there is none. ``indices`` count over all groups; ``firsts``
+    are the indices of first elements, where the others are shards.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
     exp_avgs: list[Tensor]
+    residuals: list[Tensor | None]
     indices: list[int]
     firsts: list[int]
 
@@ -152,7 +153,10 @@ class LowBitOptimizer(Optimizer):
         """Zero state, contiguous; of DTensors if the parameter is one, else of plain tensors."""
         sharding.check_not_flattened(p)
         _check_dtype(p)
-        return {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
+        state = {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
+        if group["master_weight_bits"] and p.dtype != torch.float32:
+            state["master_residual"] = sharding.zeros_like(p, codec.RESIDUAL_DTYPES[group["master_weight_bits"]])
+        return state
 
     @torch.compiler.disable
     def _init_missing_state(self) -> None:
@@ -222,7 +226,10 @@ class LowBitOptimizer(Optimizer):
             indices = list(range(first, first + len(params)))
             first += len(params)
             exp_avgs: list[Any] = [state["exp_avg"] if state else None for state in states]
-            updates = Updates(params, [p.grad for p in params], exp_avgs, indices, [0] * len(params))
+            residuals: list[Any] = [None] * len(params)
+            if group["master_weight_bits"]:
+                residuals = [state.get("master_residual") if state else None for state in states]
+            updates = Updates(params, [p.grad for p in params], exp_avgs, residuals, indices, [0] * len(params))
             if not all(map(operator.is_not, updates.grads, itertools.repeat(None))):
                 updates = updates.select([grad is not None for grad in updates.grads])
             collected.append(updates)
@@ -252,7 +259,7 @@ class LowBitOptimizer(Optimizer):
 
     def _prepare(self, number: int, updates: Updates) -> _GroupStep:
         """Raises whatever is wrong with a group or its parameters."""
-        group, none = self.param_groups[number], Updates([], [], [], [], [])
+        group, none = self.param_groups[number], Updates([], [], [], [], [], [])
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
             group.setdefault("initial_lr", _copy(group["lr"]))
         _check_lr(group)
@@ -260,23 +267,18 @@ class LowBitOptimizer(Optimizer):
         if self.defaults["fused"] is False or torch.compiler.is_compiling():
             _check_updates(updates)
             return _GroupStep(group, scalars, None, none, updates, [])
-        options = (group["block_size"], group["seed"], group["stochastic_rounding"])
-        fused, one_by_one = self._fused_steps.get(number), none
-        copied: list[tuple[Tensor, Tensor]] = []
-        if not _are_plain(updates):
-            _check_updates(updates)
-            updates = _in_one_run(updates, lambda p: self._is_fused(p, group))
-            chosen = [self._is_fused(p, group) for p in updates.params]
-            one_by_one = updates.select([not each for each in chosen])
-            updates, copied = _as_plain(updates.select(chosen))
-        if fused is None or not fused.takes(updates, options):
-            _check_updates(updates)
-            chosen = [self._is_fused(p, group) for p in updates.params]
-            if not all(chosen):
-                one_by_one, updates = updates.select([not each for each in chosen]), updates.select(chosen)
-            if updates.params:
-                fused = self._fused_steps[number] = self._new_fused_step()  # type: ignore[misc]
-                fused.plan(updates, options)
+        options = (group["block_size"], group["seed"], group["stochastic_rounding"], group["master_weight_bits"])
+        fused = self._fused_steps.get(number)
+        if fused is not None and fused.takes(updates, options):
+            return _GroupStep(group, scalars, fused, updates, none, [])
+        _check_updates(updates)
+        updates = _in_one_run(updates, lambda p: self._is_fused(p, group))
+        chosen = [self._is_fused(p, group) for p in updates.params]
+        one_by_one = updates.select([not each for each in chosen])
+        updates, copied = _as_plain(updates.select(chosen))
+        if updates.params and (fused is None or not fused.takes(updates, options)):
+            fused = self._fused_steps[number] = self._new_fused_step()  # type: ignore[misc]
+            fused.plan(updates, options)
         return _GroupStep(group, scalars, fused, updates, one_by_one, copied)
 
     def _step_group(self, step: _GroupStep, shared_blocks: sharding.SharedBlocks) -> None:
@@ -286,7 +288,8 @@ class LowBitOptimizer(Optimizer):
         updates = step.one_by_one
         if not moves_weights:
             # 0 * inf is NaN, and 0 + -0.0 is 0.0: at lr 0 the update gets a copy, so that no weight can change
-            updates = updates._replace(params=[p.detach().clone() for p in updates.params])
+            residuals = [None if residual is None else residual.clone() for residual in updates.residuals]
+            updates = updates._replace(params=[p.detach().clone() for p in updates.params], residuals=residuals)
         updates = updates._replace(exp_avgs=[shared_blocks.decode(exp_avg) for exp_avg in updates.exp_avgs])
         self._step_one_by_one(step.group, updates, step.scalars)
 
@@ -300,14 +303,17 @@ class LowBitOptimizer(Optimizer):
         if not torch.compiler.is_compiling():  # inside a user's own graph, that compiler fuses it
             update = _compiled_update(update)
         on_device: dict[torch.device, tuple[Tensor, ...]] = {}
-        for p, grad, exp_avg, index, _ in zip(*updates, strict=True):
+        for p, grad, exp_avg, residual, index, _ in zip(*updates, strict=True):
             if p.device not in on_device:
                 on_device[p.device] = tuple(as_scalar(value, p.device) for value in scalars)
-            noise = self._noise(p, index, group)
-            _update_param(update, p, grad, exp_avg, on_device[p.device], noise)
+            noise = self._noise(p, residual, index, group)
+            _update_param(update, p, grad, exp_avg, residual, on_device[p.device], noise)
 
-    def _noise(self, p: Tensor, index: int, group: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-        if not group["stochastic_rounding"] or p.dtype == torch.float32:
+    def _noise(
+        self, p: Tensor, residual: Tensor | None, index: int, group: dict[str, Any]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        is_rounded = p.dtype != torch.float32 and (residual is None or residual.dtype == torch.int8)
+        if not group["stochastic_rounding"] or not is_rounded:
             return None, None
         return _noise_key(group["seed"], index), _on_device(group["step"], p.device)
 
@@ -369,6 +375,7 @@ def _update_param(
     p: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
+    residual: Tensor | None,
     scalars: tuple[Tensor, ...],
     noise: tuple[Tensor | None, Tensor | None],
 ) -> None:
@@ -378,8 +385,9 @@ def _update_param(
     # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
     values = _contiguous_copy(local) if copied else local.detach()
     grad = sharding.local_grad(p, grad).contiguous()
-    for step in sharding.local_steps(p, values, grad, exp_avg, noisy=noise[0] is not None):
-        update(step.param, step.grad, step.exp_avg, *scalars, *noise, step.position)
+    for step in sharding.local_steps(p, values, grad, exp_avg, residual, noisy=noise[0] is not None):
+        tensors = step.param, step.grad, step.exp_avg
+        update(*tensors, *scalars, *noise, step.position, master_residual=step.master_residual)
     if copied:
         local.copy_(values)
 
@@ -387,24 +395,13 @@ def _update_param(
 def _in_one_run(updates: Updates, is_fused: Callable[[Tensor], bool]) -> Updates:
     """With what this rank holds in place of each DTensor that the fused step can take so."""
     rows: list[tuple[Any, ...]] = []
-    for p, grad, exp_avg, index, first in zip(*updates, strict=True):
-        run = sharding.one_run(p, grad, exp_avg) if shards.is_dtensor(p) else None
+    for p, grad, exp_avg, residual, index, first in zip(*updates, strict=True):
+        run = sharding.one_run(p, grad, exp_avg, residual) if shards.is_dtensor(p) else None
         if run is not None and is_fused(run[0]):
-            rows.append((*run[:3], index, run[3]))
+            rows.append((*run[:4], index, run[4]))
         else:
-            rows.append((p, grad, exp_avg, index, first))
+            rows.append((p, grad, exp_avg, residual, index, first))
     return Updates(*(list(column) for column in zip(*rows, strict=True))) if rows else updates
-
-
-def _are_plain(updates: Updates) -> bool:
-    """Whether the elements of each parameter and gradient are simply where its address says, in order."""
-    params, grads = updates.params, updates.grads
-    return (
-        _PLAIN.issuperset(map(type, params))
-        and _PLAIN.issuperset(map(type, grads))
-        and all(map(Tensor.is_contiguous, params))
-        and all(map(Tensor.is_contiguous, grads))
-    )
 
 
 def _as_plain(updates: Updates) -> tuple[Updates, list[tuple[Tensor, Tensor]]]:
@@ -551,13 +548,19 @@ def _copy(value: Any) -> Any:
 
 
 def _check_updates(updates: Updates) -> None:
-    for p, grad, _, index, _ in zip(*updates, strict=True):
+    for p, grad, _, residual, index, _ in zip(*updates, strict=True):
         sharding.check(p, grad, f"parameter {index}")
+        if residual is not None and p.dtype == torch.float32:
+            raise RuntimeError(
+                f"parameter {index} of shape {tuple(p.shape)} was changed to float32, and its state has a residual "
+                "for 16 bits. Take optimizer.fp32_state_dict(model) before the change, and load it into the model of a "
+                "new optimizer."
+            )
     if not {p.dtype for p in updates.params} <= _PARAM_DTYPES:
         for p in updates.params:
             _check_dtype(p)
     if not {grad.layout for grad in updates.grads} <= {torch.strided}:
-        for p, grad, _, index, _ in zip(*updates, strict=True):
+        for p, grad, _, _, index, _ in zip(*updates, strict=True):
             if grad.layout != torch.strided:
                 raise RuntimeError(
                     f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({grad.layout}); this "
