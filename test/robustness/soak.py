@@ -15,7 +15,7 @@ import torch
 from twins import MODES, POISONS, Twins
 
 SHAPES = [(8, 128), (5, 75), (64, 64), (100,), (9, 3, 3, 3), (3, 2, 130), (40, 16), (), (0, 64), (1, 64)]
-MAX_PARAMETERS = 24
+MAX_PARAMETERS = 16
 Event = Callable[[Twins, random.Random], None]
 
 

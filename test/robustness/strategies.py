@@ -41,6 +41,7 @@ def group_options(stochastic_rounding: st.SearchStrategy[bool]) -> st.SearchStra
             "block_size": st.sampled_from([16, 32, 48, 64, 100, 128]),
             "stochastic_rounding": stochastic_rounding,
             "decouple_lr": st.booleans(),
+            "master_weight_bits": st.sampled_from([None, 24, 32]),
             "maximize": st.booleans(),
         },
     )

@@ -18,7 +18,9 @@ from lowbit_optim.checkpoint import float_state_dict
 from lowbit_optim.subclasses import OptimState8bit
 from lowbit_optim.subclasses.blockwise import dequantize
 
-pytestmark = pytest.mark.filterwarnings("ignore:the checkpoint has no state for", "ignore:weight corrections")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the checkpoint has no state for", "ignore:weight corrections", "ignore:the checkpoint's master_residual"
+)
 SHAPES = [(8, 128), (5, 75), (20,), ()]
 Path = tuple[Any, ...]
 
@@ -32,8 +34,12 @@ def eager() -> Iterator[None]:
 def make(names: bool = False, seed: int = 0) -> Lion8bit:
     """Two groups, after two steps."""
     params: list[Any] = [nn.Parameter(random_values(shape, seed + i)) for i, shape in enumerate(SHAPES)]
+    params[1].data = params[1].bfloat16()
     named: list[Any] = [(f"p{i}", p) for i, p in enumerate(params)] if names else params
-    groups = [{"params": named[:2], "lr": torch.tensor(1e-2)}, {"params": named[2:], "decouple_lr": True}]
+    groups = [
+        {"params": named[:2], "lr": torch.tensor(1e-2), "master_weight_bits": 32},
+        {"params": named[2:], "decouple_lr": True},
+    ]
     optimizer = Lion8bit(groups, lr=1e-3, weight_decay=0.1, min_quantized_numel=0)
     for i in range(2):
         step(optimizer, seed + 10 * i)
@@ -42,7 +48,7 @@ def make(names: bool = False, seed: int = 0) -> Lion8bit:
 
 def step(optimizer: Lion8bit, seed: int) -> None:
     for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        p.grad = random_values(p.shape, seed + i)
+        p.grad = random_values(p.shape, seed + i).to(p.dtype)
     optimizer.step()
 
 
@@ -199,8 +205,8 @@ def damages(draw: st.DrawFn) -> Callable[[Any], Any]:
 def snapshot(optimizer: Lion8bit) -> tuple[list[Any], list[Tensor]]:
     """Which objects there are, and copies of all bits."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [optimizer.state[p]["exp_avg"] for p in params]
-    parts = [part for m in states for part in ([m.codes, m.scale] if isinstance(m, OptimState8bit) else [m])]
+    states = [x for p in params for x in optimizer.state[p].values()]
+    parts = [part for x in states for part in ([x.codes, x.scale] if isinstance(x, OptimState8bit) else [x])]
     options = [(k, v) for group in optimizer.param_groups for k, v in group.items() if k != "params"]
     tensors = [*params, *parts, *(v for _, v in options if isinstance(v, Tensor))]
     others = [(k, id(v) if isinstance(v, Tensor) else copy.deepcopy(v)) for k, v in options]

@@ -15,7 +15,7 @@ import torch
 from reference import lion_reference
 from torch import Tensor, nn
 
-from lowbit_optim import Lion8bit
+from lowbit_optim import Lion8bit, codec
 from lowbit_optim.subclasses import OptimState8bit
 from lowbit_optim.subclasses.blockwise import dequantize
 
@@ -74,6 +74,16 @@ class Twin:
 
     def momentum(self, p: Tensor) -> Tensor | None:
         return self.optimizer.state[p]["exp_avg"] if p in self.optimizer.state else None
+
+    def weights(self, p: Tensor) -> Tensor:
+        """float32, a copy: the master weights if there are any."""
+        residual = self.optimizer.state[p].get("master_residual") if p in self.optimizer.state else None
+        return codec.read_weight(p.detach().clone(), residual)
+
+    def parts(self, p: Tensor) -> list[Tensor]:
+        """All tensors that the parameter's state consists of."""
+        state = list(self.optimizer.state.get(p, {}).values())
+        return [part for x in state for part in ([x.codes, x.scale] if isinstance(x, OptimState8bit) else [x])]
 
     def step(self) -> None:
         with self.context():
@@ -168,8 +178,8 @@ class Twins:
         first, second = self.twins
         for i, (p, q) in enumerate(zip(first.params, second.params, strict=True)):
             assert same_bits(p, q), f"weights of parameter {i}, {tuple(p.shape)} {p.dtype}"
-            for a, b in zip(_parts(first.momentum(p)), _parts(second.momentum(q)), strict=True):
-                assert same_bits(a, b), f"momentum of parameter {i}, {tuple(p.shape)} {p.dtype}"
+            for a, b in zip(first.parts(p), second.parts(q), strict=True):
+                assert same_bits(a, b), f"state of parameter {i}, {tuple(p.shape)} {p.dtype}"
         steps = [[int(group["step"]) for group in twin.optimizer.param_groups] for twin in self]
         assert steps[0] == steps[1]
 
@@ -180,12 +190,6 @@ class Twins:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.dtype == b.dtype and torch.equal(*(x.detach().contiguous().view(integers) for x in (a, b)))
-
-
-def _parts(momentum: Tensor | None) -> list[Tensor]:
-    if momentum is None:
-        return []
-    return [momentum.codes, momentum.scale] if isinstance(momentum, OptimState8bit) else [momentum]
 
 
 # --- Random values --------------------------------------------------------------------------------------------------
@@ -214,29 +218,34 @@ def closed_form(twin: Twin) -> Callable[[], None]:
 
 
 def _expect(twin: Twin, p: Tensor, group: dict[str, Any]) -> Callable[[], None]:
-    before, momentum = p.detach().clone(), twin.momentum(p)
+    bits_before = [x.detach().clone() for x in (p, *twin.parts(p))]
     if p.grad is None or p.numel() == 0:
-        parts = [part.clone() for part in _parts(momentum)]
-        return lambda: _check_unmoved(p, before, _parts(twin.momentum(p)), parts)
+        return lambda: _check_unmoved([p, *twin.parts(p)], bits_before)
+    before, momentum = twin.weights(p).double(), twin.momentum(p)
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     weight_decay = group["weight_decay"] / (float(group["initial_lr"]) if group["decouple_lr"] else 1.0)
-    m = torch.zeros_like(p, dtype=torch.float64) if momentum is None else dequantize(momentum).double()
+    m = torch.zeros_like(before) if momentum is None else dequantize(momentum).double()
     g = p.grad.double() * (-1 if group["maximize"] else 1)
-    expected_p, _ = lion_reference(before.double(), g, m, lr, beta1, beta2, weight_decay)
+    expected, _ = lion_reference(before, g, m, lr, beta1, beta2, weight_decay)
     g0 = torch.where(g.isfinite(), g, 0.0)  # what the momentum takes the gradient for
-    _, expected_m = lion_reference(before.double(), g0, m, lr, beta1, beta2, weight_decay)
-    undecided, decay, fp32_error = _is_undecided(m, g, beta1), lr * weight_decay, 2.0**-22 * (m.abs() + g0.abs())
+    _, expected_m = lion_reference(before, g0, m, lr, beta1, beta2, weight_decay)
+    fp32_error = 4 * 2.0**-24 * ((1 + lr * weight_decay) * before.abs() + lr)
+    tolerance = fp32_error + 2 * lr * _is_undecided(m, g, beta1)
+    fp32_error_m = 2.0**-22 * (m.abs() + g0.abs()) + 2.0**-140
 
     def check() -> None:
-        _check_weights(p.detach(), before, expected_p, undecided, lr, decay, group["stochastic_rounding"])
-        _check_momentum(twin.momentum(p), expected_m, fp32_error + 2.0**-140, group["block_size"])
+        if lr == 0:
+            _check_unmoved([p], bits_before[:1])
+        else:
+            _check_weights(twin.weights(p).double(), expected, tolerance, p, group)
+        _check_momentum(twin.momentum(p), expected_m, fp32_error_m, group["block_size"])
 
     return check
 
 
-def _check_unmoved(p: Tensor, before: Tensor, parts: list[Tensor], parts_before: list[Tensor]) -> None:
-    assert same_bits(p, before), "a parameter without a gradient moved"
-    assert not parts_before or all(map(same_bits, parts, parts_before)), "its momentum moved"
+def _check_unmoved(parts: list[Tensor], before: list[Tensor]) -> None:
+    """State that there was not before is new."""
+    assert all(map(same_bits, parts, before)), "what no gradient or learning rate moves has moved"
 
 
 def _is_undecided(m: Tensor, g: Tensor, beta1: float) -> Tensor:
@@ -246,19 +255,20 @@ def _is_undecided(m: Tensor, g: Tensor, beta1: float) -> Tensor:
     return (total <= 4 * 2.0**-24 * terms.abs().sum(0)) | ((total > 0) & (total < 2.0**-120))
 
 
-def _check_weights(
-    p: Tensor, before: Tensor, expected: Tensor, undecided: Tensor, lr: float, decay: float, stochastic_rounding: bool
-) -> None:
-    if lr == 0:
-        assert same_bits(p, before), "a step at lr 0 moved a weight"
-        return
-    info = torch.finfo(p.dtype)
-    spacing = expected.abs() * info.eps + info.smallest_normal * info.eps
-    rounding = spacing if stochastic_rounding and p.dtype != torch.float32 else spacing / 2
-    tolerance = 1.01 * rounding + 4 * 2.0**-24 * ((1 + decay) * before.double().abs() + lr) + 2 * lr * undecided
-    # what fp16 cannot hold is infinite, in whichever way it is rounded
-    is_close = ((p.double() - expected).abs() <= tolerance) | (expected.abs() >= info.max * (1 - info.eps))
-    assert is_close.all(), f"{(~is_close).sum()} weights of {tuple(p.shape)} {p.dtype} are not Lion's"
+def _check_weights(weights: Tensor, expected: Tensor, tolerance: Tensor, p: Tensor, group: dict[str, Any]) -> None:
+    """``weights``, the master weights if there are any, are float64; they and ``p`` are rounded as they should be."""
+    info, bits = torch.finfo(p.dtype), group["master_weight_bits"] if p.dtype != torch.float32 else None
+    half_spacing = (expected.abs() * info.eps + info.smallest_normal * info.eps) / 2
+    # 8 or 16 bits finer; float16's masters are no finer than 2**-38
+    rounding = half_spacing * {None: 1, 24: 2.0**-8, 32: 2.0**-16}[bits] + (2.0**-38 if bits else 0.0)
+    if group["stochastic_rounding"] and p.dtype != torch.float32:
+        rounding *= 2
+    # what fp16 cannot hold is infinite, in whichever way it is rounded, and a master the largest number
+    is_large = expected.abs() >= info.max * (1 - info.eps)
+    is_right = ((weights - expected).abs() <= 1.01 * rounding + tolerance) | is_large
+    assert is_right.all(), f"{(~is_right).sum()} weights of {tuple(p.shape)} {p.dtype} are not Lion's"
+    if bits:
+        assert (((p.double() - weights).abs() <= 1.01 * half_spacing) | is_large).all(), "the model sees other weights"
 
 
 def _check_momentum(momentum: Tensor, expected: Tensor, fp32_error: Tensor, block_size: int) -> None:
