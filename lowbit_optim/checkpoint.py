@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lowbit_optim import codec, sharding, shards
 from lowbit_optim.options import check_options
 from lowbit_optim.subclasses import OptimState8bit
+from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 
 FORMAT_VERSION = 1
 
@@ -74,6 +75,8 @@ def _pack_value(key: str, value: Any) -> Any:
         return shards.as_bytes(value.detach())
     if isinstance(value, OptimState8bit):
         return {"codes": value.codes.detach(), "scale": shards.as_bytes(value.scale.detach())}
+    if isinstance(value, BlockwiseTensor):  # a format that only those know who made it (docs/extending.md)
+        return value.dequantize()
     return value.detach() if isinstance(value, Tensor) else value
 
 
