@@ -73,7 +73,7 @@ EVENTS: dict[str, tuple[float, Event]] = {
     "rate changed": (0.05, _set_lr),
     "betas changed": (0.02, _set_betas),
     "frozen or thawed": (0.05, _freeze_or_not),
-    "group added": (0.005, _add_group),
+    "group added, up to 16 parameters": (0.005, _add_group),
     "saved and loaded": (0.02, _live_again("save_and_load")),
     "copied": (0.01, _live_again("deepcopy")),
     "pickled": (0.01, _live_again("pickle")),
