@@ -2,8 +2,9 @@
 
 A saved state is plain tensors, and DTensors where parameters are. A quantised momentum is ``"exp_avg": {"codes",
 "scale"}`` and never a bare tensor: torch would cast one to the parameter's dtype, and a plain Lion would train on the
-codes. Scales and master residuals are saved as bytes, since torch's checkpoint tools send them between ranks and no
-backend sends int16.
+codes. A master residual is ``{"int8"}`` or ``{"int16"}``: torch's checkpoint tools copy one tensor into another without
+a look at their dtypes, and even broadcast it. What is int16 is saved as bytes, since these tools send it between ranks,
+and no backend sends int16.
 
 Loading turns the whole checkpoint into new state of the live optimizer's layout before any of it is installed, so
 that a broken checkpoint changes nothing.
@@ -57,7 +58,8 @@ def pack(state: Mapping[str, Any]) -> State:
     """One parameter's live state as plain tensors that share its memory, as ``torch.optim`` does.
 
     An :class:`OptimState8bit` becomes ``{"codes": int8, shaped like the parameter, "scale": uint8}``, the two bytes of
-    each scale along a last dimension. A master residual becomes uint8 likewise, with one or two bytes an element.
+    each scale along a last dimension. A master residual becomes ``{"int8": int8, shaped like the parameter}``, or
+    ``{"int16": uint8}``, the bytes likewise.
     """
     return {key: _pack_value(key, value) for key, value in state.items()}
 
@@ -72,7 +74,8 @@ def pack_option(value: Any) -> Any:
 
 def _pack_value(key: str, value: Any) -> Any:
     if key == _RESIDUAL:
-        return shards.as_bytes(value.detach())
+        value = value.detach()
+        return {"int8": value} if value.dtype == torch.int8 else {"int16": shards.as_bytes(value)}
     if isinstance(value, OptimState8bit):
         return {"codes": value.codes.detach(), "scale": shards.as_bytes(value.scale.detach())}
     if isinstance(value, BlockwiseTensor):  # a format that only those know who made it (docs/extending.md)
@@ -231,13 +234,15 @@ def _read_state(
 
 def _read_residual(saved: Any, p: Tensor, name: str) -> Tensor:
     where = f"{name}: {_RESIDUAL}"
-    of_bytes = _checked(saved, (torch.uint8,), where)
-    if of_bytes.ndim == 0 or of_bytes.shape[-1] not in (1, 2):
+    if not isinstance(saved, Mapping) or set(saved) not in ({"int8"}, {"int16"}):
+        came = f"a dict of {_list(sorted(saved)) or 'nothing'}" if isinstance(saved, Mapping) else type(saved).__name__
         raise ValueError(
-            f"{where} has shape {tuple(of_bytes.shape)}; its last dimension must be the 1 or 2 bytes of an element. "
-            "The checkpoint is damaged: save it again."
+            f"{where} is {came}, not a dict of either int8 or int16. torch's broadcast_from_rank0 mixes them if the "
+            "optimizer has another number of master_weight_bits: load without it. Else the checkpoint is damaged."
         )
-    return shards.from_bytes(_checked(of_bytes, (torch.uint8,), where, (*p.shape, of_bytes.shape[-1])))
+    if "int8" in saved:
+        return _checked(saved["int8"], (torch.int8,), where, tuple(p.shape))
+    return shards.from_bytes(_checked(saved["int16"], (torch.uint8,), where, (*p.shape, 2)))
 
 
 # --- The parts of a state dict --------------------------------------------------------------------------------------

@@ -74,8 +74,6 @@ def check_options(options: Mapping[str, Any]) -> None:
 def _check_available(options: Mapping[str, Any]) -> None:
     if options["master_weight_bits"] not in (None, 24, 32):
         raise ValueError(f"master_weight_bits={options['master_weight_bits']!r}; it must be None, 24 or 32")
-    if options["offload_state"]:
-        raise NotImplementedError("offload_state=True is not available yet: leave it False")
     if options["fused"] and not has_triton_package():
         raise RuntimeError(
             "fused=True needs Triton, which cannot be imported here: install it, or leave fused=None, which steps the "

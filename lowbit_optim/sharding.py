@@ -3,7 +3,7 @@
 A step needs nothing of other ranks, except where a placement cuts through blocks (:class:`SharedBlocks`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,26 @@ def _is_sharded(momentum: Tensor) -> bool:
     return shards.is_dtensor(_parts(momentum)[0])
 
 
+def map_parts(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Momentum, or any other tensor of state, with ``function`` applied to what this rank holds of each part of it.
+
+    ``function`` keeps shapes and dtypes. None stays None.
+    """
+    if state is None:
+        return None
+    if isinstance(state, BlockwiseTensor):
+        codes, scale = (map_parts(part, function) for part in _parts(state))
+        return type(state)(codes, scale, state.block_size, state.dtype)
+    if shards.is_dtensor(state):
+        return shards.from_local(function(shards.to_local(state)), state, state.shape, state.placements)
+    return function(state)
+
+
+def local_parts(state: Any) -> list[Tensor]:
+    """What :func:`map_parts` calls its function with."""
+    return [] if state is None else [shards.to_local(part) for part in _parts(state)]
+
+
 def _parts(momentum: Tensor) -> tuple[Tensor, ...]:
     return (momentum.codes, momentum.scale) if isinstance(momentum, BlockwiseTensor) else (momentum,)
 
@@ -115,6 +135,15 @@ def check(p: Any, grad: Any, name: str) -> None:
             f"{name} of shape {tuple(p.shape)} is on {p.device_mesh}, its gradient on {grad.device_mesh}. "
             "They must be on one mesh."
         )
+
+
+def needs_other_ranks(p: Any, grad: Any, exp_avg: Any) -> bool:
+    """Whether the step of ``p`` is a collective call: its gradient is cut otherwise, or ranks share its blocks."""
+    if not shards.is_dtensor(p):
+        return False
+    is_quantized = isinstance(exp_avg, BlockwiseTensor)
+    shares_blocks = is_quantized and bool(shards.block_layout(exp_avg.codes, exp_avg.block_size).shared)
+    return shares_blocks or not shards.same_sharding(p, grad)
 
 
 def local_grad(p: Any, grad: Any) -> Tensor:

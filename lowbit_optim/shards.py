@@ -369,16 +369,12 @@ def _part(x: Tensor, shard: Shard) -> Tensor:
 
 
 def as_bytes(x: Any) -> Any:
-    """int8 or int16 -> the same memory as uint8, with a new last dimension of 1 or 2.
-
-    No backend sends int16 to other ranks.
-    """
-    parts = to_local(x).unsqueeze(-1).view(torch.uint8)
-    return from_local(parts, x, (*x.shape, x.element_size()), x.placements) if is_dtensor(x) else parts
+    """int16 -> the same memory as uint8, with a new last dimension of 2. No backend sends int16 to other ranks."""
+    pairs = to_local(x).unsqueeze(-1).view(torch.uint8)
+    return from_local(pairs, x, (*x.shape, 2), x.placements) if is_dtensor(x) else pairs
 
 
 def from_bytes(x: Any) -> Any:
     """The inverse of :func:`as_bytes`; a copy."""
-    dtype = torch.int8 if x.shape[-1] == 1 else torch.int16
-    values = to_local(x).clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
+    values = to_local(x).clone(memory_format=torch.contiguous_format).view(torch.int16).squeeze(-1)
     return from_local(values, x, x.shape[:-1], x.placements) if is_dtensor(x) else values

@@ -1,5 +1,7 @@
 """Weights of 24 and 32 bits: 16 in the model, 8 or 16 in the optimizer's state."""
 
+import copy
+import io
 import itertools
 import math
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from reference import nearest_weight, ulp
 from torch import Tensor, nn
 
 from lowbit_optim import Lion8bit, codec
+from lowbit_optim.checkpoint import float_state_dict
 
 LOW_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 BITS = pytest.mark.parametrize("bits", [24, 32])
@@ -337,3 +340,319 @@ def test_memory_layout_does_not_matter(bits: int) -> None:
         results.append([p.detach().contiguous(), optimizer.state[p]["master_residual"]])
     for one, other in itertools.zip_longest(*results):
         assert torch.equal(one, other)
+
+
+# --- Checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def trained(
+    bits: int | None, steps: int = 5, dtype: torch.dtype = torch.bfloat16, **options
+) -> tuple[nn.Module, Lion8bit]:
+    model = classifier(dtype)
+    optimizer = Lion8bit(model.named_parameters(), master_weight_bits=bits, **{**OPTIONS, **options})
+    go_on(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def go_on(model: nn.Module, optimizer: Lion8bit, first: int, last: int) -> None:
+    for step in range(first, last):
+        backward(model, step)
+        optimizer.step()
+
+
+def residuals(optimizer: Lion8bit) -> list[Tensor]:
+    return [state["master_residual"] for state in optimizer.state.values()]
+
+
+def loaded(bits: int | None, model: nn.Module, optimizer: Lion8bit) -> tuple[nn.Module, Lion8bit]:
+    """A model and an optimizer that went on from those, by way of a file."""
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    saved = torch.load(file)
+    new = classifier(next(model.parameters()).dtype)
+    new.load_state_dict(saved["model"])
+    new_optimizer = Lion8bit(new.named_parameters(), master_weight_bits=bits, **OPTIONS)
+    new_optimizer.load_state_dict(saved["optimizer"])
+    return new, new_optimizer
+
+
+@BITS
+@LOW_DTYPES
+def test_resuming_equals_not_stopping(dtype: torch.dtype, bits: int) -> None:
+    model, optimizer = trained(bits, dtype=dtype)
+    new, new_optimizer = loaded(bits, model, optimizer)
+    go_on(model, optimizer, 5, 10)
+    go_on(new, new_optimizer, 5, 10)
+    for a, b in zip(model.parameters(), new.parameters(), strict=True):
+        assert torch.equal(bits_of(a), bits_of(b))
+    for a, b in zip(residuals(optimizer), residuals(new_optimizer), strict=True):
+        assert torch.equal(a, b)
+
+
+@BITS
+def test_what_is_saved_of_a_residual(bits: int) -> None:
+    """Of two bytes each by itself, which every backend sends from rank to rank."""
+    model, optimizer = trained(bits)
+    saved = optimizer.state_dict()["state"]
+    for i, (p, residual) in enumerate(zip(model.parameters(), residuals(optimizer), strict=True)):
+        [(key, x)] = saved[i]["master_residual"].items()
+        assert type(x) is Tensor
+        assert (key, x.dtype, x.shape) == {
+            24: ("int8", torch.int8, p.shape),
+            32: ("int16", torch.uint8, (*p.shape, 2)),
+        }[bits]
+        assert torch.equal(x.view(residual.dtype).view(p.shape), residual)
+        assert residual.any()
+
+
+def test_from_24_to_32_bits_nothing_is_lost() -> None:
+    model, optimizer = trained(24)
+    _, wider = loaded(32, model, optimizer)
+    for a, b in zip(masters(optimizer), masters(wider), strict=True):
+        assert torch.equal(a, b)
+    for residual in residuals(wider):
+        assert residual.dtype == torch.int16
+
+
+def test_from_32_to_24_bits_the_weights_stay_and_the_rest_is_rounded() -> None:
+    model, optimizer = trained(32)
+    new, narrower = loaded(24, model, optimizer)
+    for p, q in zip(model.parameters(), new.parameters(), strict=True):
+        assert torch.equal(p, q)
+    for fine, coarse in zip(residuals(optimizer), residuals(narrower), strict=True):
+        assert coarse.dtype == torch.int8
+        nearest = torch.sign(fine) * ((fine.double().abs() / 256 + 0.5).floor())
+        tie_below = (fine.double() / 256 % 1 == 0.5) & (fine < 0)
+        assert torch.equal(coarse.double(), (nearest + tie_below).clamp(max=127))
+
+
+def test_a_checkpoint_without_residuals_starts_at_the_weights() -> None:
+    model, optimizer = trained(None)
+    _, new_optimizer = loaded(32, model, optimizer)
+    for p, master in zip(model.parameters(), masters(new_optimizer), strict=True):
+        assert torch.equal(master, p.float())
+
+
+def test_an_optimizer_without_residuals_drops_them_with_one_warning() -> None:
+    model, optimizer = trained(24)
+    with pytest.warns(UserWarning, match=r"master_residual was not read.*fp32_state_dict") as warned:
+        new, new_optimizer = loaded(None, model, optimizer)
+    assert len(warned) == 1
+    assert all(set(state) == {"exp_avg"} for state in new_optimizer.state.values())
+    go_on(new, new_optimizer, 5, 6)
+    assert all(set(state) == {"exp_avg"} for state in float_state_dict(optimizer)["state"].values())
+
+
+DAMAGED = {
+    "of another dtype": (lambda r: {"int8": r["int8"].short()}, TypeError, "is torch.int16; allowed: torch.int8"),
+    "of another shape": (lambda r: {"int8": r["int8"][:-1]}, ValueError, r"has shape \(74, 64\), not \(75, 64\)"),
+    "of another key": (lambda r: {"int16": r["int8"]}, TypeError, "is torch.int8; allowed: torch.uint8"),
+    "both": (lambda r: {"int16": r["int8"], **r}, ValueError, "is a dict of int16, int8, not a dict of either"),
+    "empty": (lambda r: {}, ValueError, "is a dict of nothing"),
+    "bare": (lambda r: r["int8"], ValueError, "is Tensor, not a dict of either int8 or int16"),
+    "no tensor": (lambda r: {"int8": None}, TypeError, "is NoneType, not a tensor"),
+}
+
+
+@pytest.mark.parametrize(("damage", "error", "message"), DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_damaged_residual_is_refused_by_name(damage, error: type[Exception], message: str) -> None:
+    _, optimizer = trained(24)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1]["master_residual"] = damage(saved["state"][1]["master_residual"])
+    before = [residual.clone() for residual in residuals(optimizer)]
+    with pytest.raises(error, match=f"parameter 'hidden.weight': master_residual {message}"):
+        optimizer.load_state_dict(saved)
+    for a, b in zip(residuals(optimizer), before, strict=True):
+        assert torch.equal(a, b)
+
+
+# --- fp32 state dicts -----------------------------------------------------------------------------------------------
+
+
+class Mixed(Classifier):
+    """With buffers, and weights that the optimizer has no bits of: in fp32, frozen, or another optimizer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.rand(7, dtype=torch.bfloat16))
+        self.register_buffer("count", torch.tensor(3))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.other = nn.Parameter(torch.randn(3))
+
+
+def mixed(bits: int, steps: int = 3, dtype: torch.dtype = torch.bfloat16) -> tuple[Mixed, Lion8bit]:
+    torch.manual_seed(0)
+    model = Mixed().to(dtype)
+    model.norm.float()
+    params = [p for name, p in model.named_parameters() if name != "other"]
+    optimizer = Lion8bit(params, master_weight_bits=bits, **OPTIONS)
+    for step in range(steps):
+        set_gradients(model, step)
+        optimizer.step()
+    return model, optimizer
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+@BITS
+@LOW_DTYPES
+def test_an_fp32_state_dict(dtype: torch.dtype, bits: int) -> None:
+    model, optimizer = mixed(bits, dtype=dtype)
+    state = optimizer.fp32_state_dict(model)
+    assert list(state) == list(model.state_dict())
+    assert {key: value.dtype for key, value in state.items() if value.dtype != torch.float32} == {
+        "mean": dtype,
+        "count": torch.int64,
+    }
+    for name, p in model.named_parameters():
+        residual = optimizer.state.get(p, {}).get("master_residual")
+        assert (residual is None) == (name in ("norm.weight", "norm.bias", "frozen", "other"))
+        assert torch.equal(state[name], p.float() if residual is None else codec.merge_weight(p.detach(), residual))
+        assert residual is None or not torch.equal(state[name], p)
+        assert not state[name].requires_grad
+    assert state["head.weight"] is state["embedding.weight"]
+    assert torch.equal(state["mean"], model.mean)
+
+
+@BITS
+@LOW_DTYPES
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_fp32_state_dict_comes_back(dtype: torch.dtype, bits: int, steps: int) -> None:
+    """Before the first step, too; and from fp32 weights of any origin, rounded to what there are bits for."""
+    model, optimizer = mixed(bits, dtype=dtype)
+    state = copy.deepcopy(optimizer.fp32_state_dict(model))
+    new, new_optimizer = mixed(bits, steps, dtype)
+    new_optimizer.load_fp32_state_dict(new, state)
+    for (name, value), p in zip(model.state_dict().items(), new.state_dict().values(), strict=True):
+        assert torch.equal(value, p), name
+    for key, value in new_optimizer.fp32_state_dict(new).items():
+        assert torch.equal(value, state[key]), key
+
+    anything = {key: torch.randn_like(value.float()).to(value.dtype) for key, value in state.items()}
+    anything["head.weight"] = anything["embedding.weight"]
+    new_optimizer.load_fp32_state_dict(new, anything)
+    found = new_optimizer.fp32_state_dict(new)
+    for key in ("embedding.weight", "hidden.bias", "back.weight"):
+        weight, residual = codec.split_weight(anything[key], dtype, bits)
+        assert torch.equal(new.state_dict()[key], weight)
+        assert torch.equal(found[key], codec.merge_weight(weight, residual))
+    for key in ("frozen", "other", "mean"):
+        assert torch.equal(new.state_dict()[key], anything[key].to(dtype))
+    assert torch.equal(new.norm.weight, anything["norm.weight"])
+    set_gradients(new, 0)
+    new_optimizer.step()
+
+
+def test_a_tied_weight_may_be_loaded_under_one_name() -> None:
+    """As safetensors has it."""
+    model, optimizer = mixed(24)
+    state = copy.deepcopy(optimizer.fp32_state_dict(model))
+    expected = state["embedding.weight"].clone()
+    del state["head.weight"]
+    model.head.weight.data.zero_()
+    optimizer.load_fp32_state_dict(model, state)
+    assert torch.equal(optimizer.fp32_state_dict(model)["head.weight"], expected)
+
+
+def _drop(state: dict, *keys: str) -> None:
+    for key in keys:
+        del state[key]
+
+
+UNFIT = {
+    "missing": (lambda s: _drop(s, "hidden.bias"), ValueError, "lacks 'hidden.bias'"),
+    "tied and missing": (lambda s: _drop(s, "head.weight", "embedding.weight"), ValueError, "'embedding.weight' and 1"),
+    "unexpected": (lambda s: s.update(x=torch.ones(1)), ValueError, "the model has no 'x'"),
+    "shape": (lambda s: s.update({"back.bias": torch.ones(63)}), ValueError, r"'back.bias' has shape \(63,\).*\(64,\)"),
+    "shape of a buffer": (lambda s: s.update(mean=torch.ones(6)), ValueError, r"'mean' has shape \(6,\)"),
+    "dtype": (lambda s: s.update(other=torch.ones(3).int()), TypeError, "'other' is torch.int32"),
+    "no tensor": (lambda s: s.update(other=[1.0]), TypeError, "'other' is list"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "message"), UNFIT.values(), ids=UNFIT.keys())
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(change, error: type[Exception], message: str) -> None:
+    model, optimizer = mixed(24)
+    state = {key: value * 2 for key, value in optimizer.fp32_state_dict(model).items()}
+    change(state)
+    before = copy.deepcopy(model.state_dict())
+    fine = [each.get("master_residual", torch.zeros(0)).clone() for each in optimizer.state.values()]
+    with pytest.raises(error, match=message):
+        optimizer.load_fp32_state_dict(model, state)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+    for each, expected in zip(optimizer.state.values(), fine, strict=True):
+        assert torch.equal(each.get("master_residual", torch.zeros(0)), expected)
+
+
+# --- Weights that stall ---------------------------------------------------------------------------------------------
+
+
+def a_step_moves(p: Tensor, lr: float, **options) -> float:
+    """The share of weights that some of 64 steps up or down, each from the start, changed."""
+    moved = torch.zeros(p.shape, dtype=torch.bool)
+    for seed, sign in itertools.product(range(64 if options["stochastic_rounding"] else 1), (-1.0, 1.0)):
+        q = nn.Parameter(p.detach().clone())
+        optimizer = Lion8bit([q], lr=lr, seed=seed, **options)
+        q.grad = torch.full_like(q, sign)
+        optimizer.step()
+        moved |= (q != p).detach()
+        if "master_residual" in optimizer.state[q]:
+            moved |= optimizer.state[q]["master_residual"] != 0
+    return moved.float().mean().item()
+
+
+@pytest.mark.parametrize("bits", [None, 24, 32])
+@pytest.mark.parametrize("stochastic_rounding", [True, False])
+@LOW_DTYPES
+def test_the_stalled_fraction_is_what_steps_do_not_move(
+    dtype: torch.dtype, stochastic_rounding: bool, bits: int | None
+) -> None:
+    """Magnitudes from 1e-6 to 1e4. With noise, of which there are 64 draws, the rarest moves are not seen."""
+    options = {"stochastic_rounding": stochastic_rounding, "master_weight_bits": bits}
+    p = nn.Parameter((10 ** (torch.rand(2000) * 10 - 6) * torch.randn(2000).sign()).clamp(-6e4, 6e4).to(dtype))
+    for lr in (1e-2, 1e-5):
+        stalled = Lion8bit([p], lr=lr, **options).stalled_fraction()
+        unmoved = 1 - a_step_moves(p, lr, **options)
+        assert unmoved == pytest.approx(stalled, abs=0.5 if stochastic_rounding and bits != 32 else 1e-6)
+        assert stalled <= unmoved + 1e-6
+
+
+def test_the_stalled_fraction_of_formats() -> None:
+    """bfloat16 weights around 1 are 2**-7 apart, and half of that above and a quarter of that below 1 moves them."""
+    ones = nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
+    expected = {(None, False): 2.0**-9, (24, False): 2.0**-17, (None, True): 2.0**-25, (24, True): 2.0**-25}
+    expected |= {(32, True): 2.0**-25, (32, False): 2.0**-25}
+    for (bits, rounding), smallest in expected.items():
+        for lr, stalled in [(smallest * 0.99, 1.0), (smallest * 1.01, 0.0)]:
+            optimizer = Lion8bit([ones], lr=lr, master_weight_bits=bits, stochastic_rounding=rounding)
+            assert optimizer.stalled_fraction() == stalled, (bits, rounding, lr)
+
+
+def test_the_stalled_fraction_of_groups() -> None:
+    """fp32 and frozen weights do not count, and what is looked at stays as it is."""
+    ones, frozen = (nn.Parameter(torch.ones(300, dtype=torch.bfloat16)) for _ in range(2))
+    frozen.requires_grad_(False)
+    small = nn.Parameter(torch.full((100,), 1e-3, dtype=torch.bfloat16))
+    full = nn.Parameter(torch.ones(500))
+    groups = [{"params": [ones, frozen, full]}, {"params": [small]}, {"params": [nn.Parameter(torch.ones(1))]}]
+    optimizer = Lion8bit(groups, lr=1e-4, stochastic_rounding=False)
+    assert optimizer.stalled_fraction() == 0.75
+    assert [optimizer.stalled_fraction(group) for group in range(3)] == [1.0, 0.0, 0.0]
+    assert (ones == 1).all()
+
+
+def test_the_stalled_fraction_is_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = nn.Parameter(torch.cat([torch.ones(70), torch.full((30,), 1e-3)]).to(torch.bfloat16))
+    for bits in (None, 24):
+        optimizer = Lion8bit([p], lr=1e-4 if bits is None else 1e-6, stochastic_rounding=False, master_weight_bits=bits)
+        optimizer.load_fp32_state_dict(nn.ParameterDict({"p": p}), {"p": p.detach().float()})
+        monkeypatch.setattr("lowbit_optim.weights.CHUNK", 9)
+        assert optimizer.stalled_fraction() == 0.7

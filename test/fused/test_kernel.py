@@ -399,8 +399,9 @@ def test_a_plan_is_for_these_tensors_alone() -> None:
 def test_a_plan_ends_with_the_memory_of_the_state(part: str) -> None:
     """Objects that are freed may leave their ids to others, and those their addresses."""
     params, states = make([(3, 128), (100,)], torch.float32)
-    given = Updates(params, [torch.randn_like(p) for p in params], states, [0, 1], [0, 0])
-    fused, options = Fused().step, (64, 0, True)
+    grads = [torch.randn_like(p) for p in params]
+    given = Updates(params, grads, states, [None, None], [0, 1], [0, 0])
+    fused, options = Fused().step, (64, 0, True, None)
     fused.plan(given, options)
     assert fused.takes(given, options)
     kept = states[0].codes, states[0].scale, states[1].data  # so that no address can be the same
