@@ -53,13 +53,11 @@ MODES: dict[str, tuple[bool | None, Callable[[], AbstractContextManager[None]]]]
 class Twin:
     """An optimizer, and what it was built from."""
 
-    def __init__(self, mode: str, groups: list[dict[str, Any]], **options: Any) -> None:
+    def __init__(self, mode: str, **options: Any) -> None:
         is_fused, self.context = MODES[mode]
         self.options = {**options, "fused": is_fused}
         self.groups: list[dict[str, Any]] = []
         self.optimizer: Lion8bit | None = None
-        for group in groups:
-            self.add_group(group)
 
     def add_group(self, group: dict[str, Any]) -> None:
         self.groups.append(group)
@@ -125,8 +123,7 @@ class Twins:
     """A twin that steps eagerly, and one that steps otherwise."""
 
     def __init__(self, other: str, **options: Any) -> None:
-        self.options = options
-        self.twins = [Twin("eager", [], **options), Twin(other, [], **options)]
+        self.twins = [Twin("eager", **options), Twin(other, **options)]
 
     @property
     def eager(self) -> Twin:
