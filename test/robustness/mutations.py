@@ -134,7 +134,7 @@ def first_failure(root: Path, tests: list[str]) -> str | None:
     if result.returncode == 0:
         return None
     failed = re.search(r"^(?:FAILED|ERROR) \S*?([\w./]+\.py(?:::\w+)?)", result.stdout, re.MULTILINE)
-    return failed[1] if failed else f"exit status {result.returncode}"
+    return failed[1] if failed else f"{' '.join(tests)}: exit status {result.returncode}"
 
 
 def main() -> int:
