@@ -1,0 +1,105 @@
+"""Hugging Face Trainer: ``optimizer_cls_and_kwargs``, gradient accumulation, checkpoints, torch.compile."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparing import differences, example, quantized, snapshot
+from torch import Tensor
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+make_trainer = example("hf_trainer")["make_trainer"]
+
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "autocast": {"bf16": True},
+    "bf16 weights": {"dtype": torch.bfloat16},
+}
+
+
+def make(folder: Path, **arguments: Any) -> Any:
+    return make_trainer(str(folder), use_cpu=True, disable_tqdm=True, **arguments)
+
+
+def trained(trainer: Any, checkpoint: Path | None = None) -> dict[str, Any]:
+    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    return snapshot(trainer.model, trainer.optimizer)
+
+
+def loaded(checkpoint: Path) -> dict[str, Any]:
+    return torch.load(checkpoint / "optimizer.pt")  # with weights_only, as the Trainer does
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_run_equals_one_that_never_stopped(mode: str, tmp_path: Path) -> None:
+    """Reports 4 and 7: bf16 parameters, and ``weights_only`` loading."""
+    expected = trained(make(tmp_path, **MODES[mode]))
+    resumed = make(tmp_path, **MODES[mode])
+    assert differences(trained(resumed, tmp_path / "checkpoint-4"), expected) == []
+    assert any(quantized(resumed.optimizer))
+
+
+def test_what_is_compared_depends_on_the_optimizer_that_was_saved(tmp_path: Path) -> None:
+    expected = trained(make(tmp_path))
+    (tmp_path / "checkpoint-4" / "optimizer.pt").unlink()
+    assert differences(trained(make(tmp_path), tmp_path / "checkpoint-4"), expected)
+
+
+@pytest.mark.compiler
+def test_it_resumes_a_compiled_model_with_a_compiled_step(tmp_path: Path) -> None:
+    """Report 5: a compiled 8-bit optimizer crashed in the Trainer."""
+    with torch.compiler.set_stance("default"):
+        expected = trained(make(tmp_path, torch_compile=True))
+        resumed = trained(make(tmp_path, torch_compile=True), tmp_path / "checkpoint-4")
+    assert differences(resumed, expected) == []
+
+
+def test_accumulated_batches_are_one_step_and_the_schedule_is_followed(tmp_path: Path) -> None:
+    """Reports 48 and 84: groups with a scheduler, whose learning rate is logged."""
+    trainer = make(tmp_path)
+    trainer.train()
+    # 16 batches, two a step; the first step of the warm-up has a learning rate of 0 and does not count
+    assert [int(group["step"]) for group in trainer.optimizer.param_groups] == [7, 7]
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.1, 0.0]
+    decaying, other = (group["params"] for group in trainer.optimizer.param_groups)
+    assert {p.ndim for p in decaying} == {2}
+    assert {p.ndim for p in other} == {1}
+    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert len(set(logged)) == len(logged) == 2
+    assert all(0 < lr < 1e-3 for lr in logged)
+    assert trainer.optimizer.param_groups[0]["initial_lr"] == 1e-3
+
+
+def test_a_checkpoint_holds_codes(tmp_path: Path) -> None:
+    """Report 28: low-bit state became fp32 on the way through a checkpoint."""
+    trainer = make(tmp_path)
+    trainer.train()
+    saved = loaded(tmp_path / "checkpoint-8")
+    momenta = [state["exp_avg"] for state in saved["state"].values()]
+    as_codes = [not isinstance(momentum, Tensor) for momentum in momenta]
+    assert as_codes == quantized(trainer.optimizer)
+    assert {momentum["codes"].dtype for momentum in momenta if not isinstance(momentum, Tensor)} == {torch.int8}
+
+
+def test_groups_of_ones_own_are_passed_as_params(tmp_path: Path) -> None:
+    """Reports 62 and 63: an embedding in fp32."""
+    trainer = make(tmp_path)
+    named = dict(trainer.model.named_parameters())
+    embedding = {name: p for name, p in named.items() if "embed_tokens" in name}
+    assert len(embedding) == 1
+    groups = [
+        {"params": list(embedding.items()), "quantize": False},
+        {"params": [(name, p) for name, p in named.items() if name not in embedding]},
+    ]
+    cls, options = trainer.optimizer_cls_and_kwargs
+    trainer.optimizer_cls_and_kwargs = (cls, {**options, "params": groups})
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    (p,) = embedding.values()
+    assert isinstance(optimizer.state[p]["exp_avg"], Tensor)
+    assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+    assert sum(quantized(optimizer)) >= 4
+    assert optimizer.param_groups[0]["param_names"] == list(embedding)

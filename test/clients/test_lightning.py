@@ -1,0 +1,166 @@
+"""PyTorch Lightning: automatic and manual optimisation, precision plugins, checkpoints."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+from comparing import differences, example, quantized, snapshot
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lowbit_optim import Lion8bit
+
+lightning = pytest.importorskip("lightning")
+
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
+
+shown = example("lightning_module")
+MODES = {"automatic": shown["Regressor"], "manual": shown["ManualRegressor"]}
+
+
+def fp16() -> dict[str, Any]:
+    """What ``precision="16-mixed"`` is on a GPU. On a CPU Lightning takes bf16 instead."""
+    return {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))}
+
+
+PRECISIONS: dict[str, Any] = {
+    "32-true": lambda: {"precision": "32-true"},
+    "bf16-mixed": lambda: {"precision": "bf16-mixed"},
+    "bf16-true": lambda: {"precision": "bf16-true"},
+    "16-true": lambda: {"precision": "16-true"},
+    "16-mixed": fp16,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
+
+
+def fit(model: Any, epochs: int, checkpoint: Path | None = None, **options: Any) -> Any:
+    shown_nothing = {"enable_progress_bar": False, "enable_model_summary": False}
+    path = None if checkpoint is None else str(checkpoint)
+    return shown["fit"](model, epochs, path, accelerator="cpu", **shown_nothing, **options)
+
+
+def result(trainer: Any) -> dict[str, Any]:
+    return snapshot(trainer.lightning_module, trainer.optimizers[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_run_equals_one_that_never_stopped(mode: str, precision: str, tmp_path: Path) -> None:
+    """Reports 2 and 4: saving failed in Lightning, and resuming with bf16 parameters."""
+    make, options = lambda: shown["make"](MODES[mode]), PRECISIONS[precision]
+    expected = fit(make(), 2, **options())
+    assert all(quantized(expected.optimizers[0])[::2])  # weights and biases take turns
+    fit(make(), 1, **options()).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(make(), 2, tmp_path / "half.ckpt", **options())
+    assert differences(result(resumed), result(expected)) == []
+
+
+def test_what_is_compared_depends_on_the_optimizer_that_was_saved(tmp_path: Path) -> None:
+    expected = fit(shown["make"](), 2)
+    fit(shown["make"](), 1).save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt")
+    for state in saved["optimizer_states"][0]["state"].values():
+        momentum = state["exp_avg"]
+        (momentum if isinstance(momentum, Tensor) else momentum["codes"]).zero_()
+    torch.save(saved, tmp_path / "half.ckpt")
+    resumed = fit(shown["make"](), 2, tmp_path / "half.ckpt")
+    assert differences(result(resumed), result(expected))
+
+
+def test_manual_optimisation_equals_automatic() -> None:
+    automatic, manual = (result(fit(shown["make"](cls), 2)) for cls in MODES.values())
+    assert differences(automatic, manual) == []
+
+
+def test_accumulated_batches_are_one_step() -> None:
+    trainer = fit(shown["make"](), 2, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    assert int(trainer.optimizers[0].param_groups[0]["step"]) == 4
+
+
+class TakesTurns(lightning.LightningModule):
+    """Two optimizers, one of them toggled off at a time, as for a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        x, y = batch
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward((self.second(self.first(x)) - y).square().mean())
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> list[Lion8bit]:
+        return [Lion8bit(layer.parameters(), lr=1e-3) for layer in (self.first, self.second)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_optimizers_that_are_toggled_resume(tmp_path: Path) -> None:
+    def make() -> TakesTurns:
+        lightning.seed_everything(0, verbose=False)
+        return TakesTurns()
+
+    expected = fit(make(), 2)
+    fit(make(), 1).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(make(), 2, tmp_path / "half.ckpt")
+    for a, b in zip(expected.optimizers, resumed.optimizers, strict=True):
+        assert differences(snapshot(expected.model, a), snapshot(resumed.model, b)) == []
+        assert quantized(a) == [True, False]
+
+
+def test_clipping_beside_the_fused_step_in_fp16_is_refused_by_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot clip where the step itself divides by the scale, as that of ``torch.optim.AdamW(fused=True)`` does."""
+    monkeypatch.setattr(Lion8bit, "_step_supports_amp_scaling", True)
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        fit(shown["make"](), 1, gradient_clip_val=0.1, **fp16())
+
+
+# --- FSDP2 ----------------------------------------------------------------------------------------------------------
+
+
+class Sharded(shown["Regressor"]):
+    def configure_model(self) -> None:
+        for module in (self.layers[0], self.layers[2], self):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
+def check_sharded_runs(folder: Path) -> None:
+    for save_distributed_checkpoint in (True, False):
+        check_sharded_run(save_distributed_checkpoint, folder / f"{save_distributed_checkpoint}.ckpt")
+
+
+def check_sharded_run(save_distributed_checkpoint: bool, path: Path) -> None:
+    def run(epochs: int, checkpoint: Path | None = None) -> Any:
+        strategy = ModelParallelStrategy(processes.RANKS, 1, save_distributed_checkpoint)
+        return fit(shown["make"](Sharded), epochs, checkpoint, devices=processes.RANKS, strategy=strategy)
+
+    expected = run(2)
+    assert all(isinstance(p, DTensor) for p in expected.lightning_module.parameters())
+    assert quantized(expected.optimizers[0]) == [True, False, True, False]
+    run(1).save_checkpoint(path)
+    resumed = run(2, path)
+    assert differences(result(resumed), result(expected)) == []
+
+
+def test_fsdp2_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Report 2: saving an 8-bit optimizer crashed under FSDP in Lightning."""
+    processes.run(check_sharded_runs, tmp_path)
