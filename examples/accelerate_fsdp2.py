@@ -1,8 +1,7 @@
-"""Accelerate: train with Lion8bit, save_state and load_state; the same code on one process and sharded by FSDP2.
+"""Accelerate: train with Lion8bit, save_state and load_state; on one process, or on GPUs sharded by FSDP2.
 
 pip install accelerate
-python examples/accelerate_fsdp2.py
-torchrun --nproc-per-node=2 examples/accelerate_fsdp2.py
+python examples/accelerate_fsdp2.py FOLDER, or torchrun --nproc-per-node=2 examples/accelerate_fsdp2.py FOLDER
 """
 
 import sys
@@ -44,19 +43,17 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Opt
 
 
 if __name__ == "__main__":
-    folder = sys.argv[1] if len(sys.argv) > 1 else "accelerate_checkpoint"
     plugin = make_plugin() if is_torchelastic_launched() else None
-    # without cpu=True two processes on a machine without GPUs would each train alone
-    cpu = not torch.accelerator.is_available()
+    cpu = not torch.accelerator.is_available()  # left out, two processes would each train alone on a CPU
     accelerator = Accelerator(cpu=cpu, gradient_accumulation_steps=2, fsdp_plugin=plugin)
     model = make_model()
     model, optimizer = accelerator.prepare(model, Lion8bit(model.parameters(), lr=1e-3, weight_decay=0.1))
     train(accelerator, model, optimizer, range(4))
-    accelerator.save_state(folder)
+    accelerator.save_state(sys.argv[1])
     train(accelerator, model, optimizer, range(4, 8))
     weights = [p.detach().clone() for p in model.parameters()]
 
-    accelerator.load_state(folder)
+    accelerator.load_state(sys.argv[1])
     train(accelerator, model, optimizer, range(4, 8))
     same = all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     accelerator.print("resumed run has the same weights:", same)

@@ -21,7 +21,8 @@ from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
 shown = example("lightning_module")
-MODES = {"automatic": shown["Regressor"], "manual": shown["ManualRegressor"]}
+Regressor = shown["Regressor"]
+MODES = {"automatic": True, "manual": False}
 
 
 def fp16() -> dict[str, Any]:
@@ -62,33 +63,33 @@ def result(trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_resumed_run_equals_one_that_never_stopped(mode: str, precision: str, tmp_path: Path) -> None:
     """Reports 2 and 4: saving failed in Lightning, and resuming with bf16 parameters."""
-    make, options = lambda: shown["make"](MODES[mode]), PRECISIONS[precision]
-    expected = fit(make(), 2, **options())
+    automatic, options = MODES[mode], PRECISIONS[precision]
+    expected = fit(Regressor(automatic), 2, **options())
     assert all(quantized(expected.optimizers[0])[::2])  # weights and biases take turns
-    fit(make(), 1, **options()).save_checkpoint(tmp_path / "half.ckpt")
-    resumed = fit(make(), 2, tmp_path / "half.ckpt", **options())
+    fit(Regressor(automatic), 1, **options()).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(Regressor(automatic), 2, tmp_path / "half.ckpt", **options())
     assert differences(result(resumed), result(expected)) == []
 
 
 def test_what_is_compared_depends_on_the_optimizer_that_was_saved(tmp_path: Path) -> None:
-    expected = fit(shown["make"](), 2)
-    fit(shown["make"](), 1).save_checkpoint(tmp_path / "half.ckpt")
+    expected = fit(Regressor(), 2)
+    fit(Regressor(), 1).save_checkpoint(tmp_path / "half.ckpt")
     saved = torch.load(tmp_path / "half.ckpt")
     for state in saved["optimizer_states"][0]["state"].values():
         momentum = state["exp_avg"]
         (momentum if isinstance(momentum, Tensor) else momentum["codes"]).zero_()
     torch.save(saved, tmp_path / "half.ckpt")
-    resumed = fit(shown["make"](), 2, tmp_path / "half.ckpt")
+    resumed = fit(Regressor(), 2, tmp_path / "half.ckpt")
     assert differences(result(resumed), result(expected))
 
 
 def test_manual_optimisation_equals_automatic() -> None:
-    automatic, manual = (result(fit(shown["make"](cls), 2)) for cls in MODES.values())
+    automatic, manual = (result(fit(Regressor(mode), 2)) for mode in MODES.values())
     assert differences(automatic, manual) == []
 
 
 def test_accumulated_batches_are_one_step() -> None:
-    trainer = fit(shown["make"](), 2, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    trainer = fit(Regressor(), 2, accumulate_grad_batches=2, gradient_clip_val=0.1)
     assert int(trainer.optimizers[0].param_groups[0]["step"]) == 4
 
 
@@ -97,6 +98,7 @@ class TakesTurns(lightning.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
+        lightning.seed_everything(0, verbose=False)
         self.automatic_optimization = False
         self.first, self.second = torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)
 
@@ -115,13 +117,9 @@ class TakesTurns(lightning.LightningModule):
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_optimizers_that_are_toggled_resume(tmp_path: Path) -> None:
-    def make() -> TakesTurns:
-        lightning.seed_everything(0, verbose=False)
-        return TakesTurns()
-
-    expected = fit(make(), 2)
-    fit(make(), 1).save_checkpoint(tmp_path / "half.ckpt")
-    resumed = fit(make(), 2, tmp_path / "half.ckpt")
+    expected = fit(TakesTurns(), 2)
+    fit(TakesTurns(), 1).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(TakesTurns(), 2, tmp_path / "half.ckpt")
     for a, b in zip(expected.optimizers, resumed.optimizers, strict=True):
         assert differences(snapshot(expected.model, a), snapshot(resumed.model, b)) == []
         assert quantized(a) == [True, False]
@@ -131,13 +129,13 @@ def test_clipping_beside_the_fused_step_in_fp16_is_refused_by_lightning(monkeypa
     """It cannot clip where the step itself divides by the scale, as that of ``torch.optim.AdamW(fused=True)`` does."""
     monkeypatch.setattr(Lion8bit, "_step_supports_amp_scaling", True)
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        fit(shown["make"](), 1, gradient_clip_val=0.1, **fp16())
+        fit(Regressor(), 1, gradient_clip_val=0.1, **fp16())
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------------------------
 
 
-class Sharded(shown["Regressor"]):
+class Sharded(Regressor):
     def configure_model(self) -> None:
         for module in (self.layers[0], self.layers[2], self):
             fully_shard(module, mesh=self.device_mesh["data_parallel"])
@@ -151,7 +149,7 @@ def check_sharded_runs(folder: Path) -> None:
 def check_sharded_run(save_distributed_checkpoint: bool, path: Path) -> None:
     def run(epochs: int, checkpoint: Path | None = None) -> Any:
         strategy = ModelParallelStrategy(processes.RANKS, 1, save_distributed_checkpoint)
-        return fit(shown["make"](Sharded), epochs, checkpoint, devices=processes.RANKS, strategy=strategy)
+        return fit(Sharded(), epochs, checkpoint, devices=processes.RANKS, strategy=strategy)
 
     expected = run(2)
     assert all(isinstance(p, DTensor) for p in expected.lightning_module.parameters())
