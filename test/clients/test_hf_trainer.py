@@ -8,7 +8,7 @@ import torch
 from comparing import differences, example, quantized, snapshot
 from torch import Tensor
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 make_trainer = example("hf_trainer")["make_trainer"]
@@ -103,3 +103,41 @@ def test_groups_of_ones_own_are_passed_as_params(tmp_path: Path) -> None:
     assert optimizer.state[p]["exp_avg"].dtype == torch.float32
     assert sum(quantized(optimizer)) >= 4
     assert optimizer.param_groups[0]["param_names"] == list(embedding)
+
+
+# --- In the middle of a run -----------------------------------------------------------------------------------------
+
+
+def switched(folder: Path, optim: str, callbacks: Any = ()) -> Any:
+    """Trains to the end with one of the Trainer's own optimizers, then from its half with Lion8bit."""
+    before = make(folder, optim=optim)
+    before.optimizer_cls_and_kwargs = None
+    before.train()
+    after = make(folder)
+    for callback in callbacks:
+        after.add_callback(callback)
+    after.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    return after
+
+
+def test_it_goes_on_from_a_checkpoint_of_the_trainers_own_lion(tmp_path: Path) -> None:
+    """``optim="lion_8bit"`` is bitsandbytes', with Adam's betas: the Trainer passes ``adam_beta1`` and ``adam_beta2``."""
+    pytest.importorskip("bitsandbytes")
+    seen = []
+
+    class NewBetas(transformers.TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **rest: Any) -> None:
+            for group in optimizer.param_groups:
+                seen.append((group["betas"], int(group["step"])))
+                group["betas"] = (0.9, 0.99)
+
+    optimizer = switched(tmp_path, "lion_8bit", [NewBetas]).optimizer
+    assert seen == [((0.9, 0.999), 4)] * 2
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.99)] * 2
+    assert [int(group["step"]) for group in optimizer.param_groups] == [8, 8]
+    assert any(quantized(optimizer))
+
+
+def test_the_state_of_adamw_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="momentum of Adam and others is not Lion's"):
+        switched(tmp_path, "adamw_torch")

@@ -162,3 +162,31 @@ def check_sharded_run(save_distributed_checkpoint: bool, path: Path) -> None:
 def test_fsdp2_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Report 2: saving an 8-bit optimizer crashed under FSDP in Lightning."""
     processes.run(check_sharded_runs, tmp_path)
+
+
+# --- Fabric ---------------------------------------------------------------------------------------------------------
+
+
+def test_fabric_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    from lightning.fabric import Fabric
+
+    def train(fabric: Fabric, model: Any, optimizer: Any, steps: range) -> dict[str, Any]:
+        for step in steps:
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+            fabric.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return snapshot(model.module, optimizer.optimizer)
+
+    def start() -> tuple[Fabric, Any, Any]:
+        fabric = Fabric(accelerator="cpu", precision="bf16-true")
+        model = Regressor().layers
+        return fabric, *fabric.setup(model, Lion8bit(model.parameters(), lr=1e-3))
+
+    fabric, model, optimizer = start()
+    train(fabric, model, optimizer, range(3))
+    fabric.save(tmp_path / "half.ckpt", {"model": model, "optimizer": optimizer})
+    expected = train(fabric, model, optimizer, range(3, 6))
+    fabric, model, optimizer = start()
+    fabric.load(tmp_path / "half.ckpt", {"model": model, "optimizer": optimizer})
+    assert differences(train(fabric, model, optimizer, range(3, 6)), expected) == []
