@@ -97,3 +97,11 @@ def test_state_is_made_before_the_first_step_without_one_being_taken() -> None:
     assert not any(value.any() for key, value in momenta.items() if isinstance(value, Tensor) and "scale" not in key)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert {int(group["step"]) for optimizer in optimizers for group in optimizer.param_groups} == {0}
+
+
+def test_options_of_the_whole_optimizer_are_passed_by_its_name() -> None:
+    options = {"Lion8bit": {"fused": False, "seed": 3}}
+    config = shown["LionContainer"].Config(param_groups=shown["GROUPS"], optimizer_factory_kwargs_by_name=options)
+    lion, lion8bit = config.build(model_parts=[make_model()])
+    assert (lion8bit.defaults["fused"], lion8bit.defaults["seed"]) == (False, 3)
+    assert (lion.defaults["fused"], lion.defaults["seed"]) == (None, 0)
