@@ -121,7 +121,7 @@ def switched(folder: Path, optim: str, callbacks: Any = ()) -> Any:
 
 
 def test_it_goes_on_from_a_checkpoint_of_the_trainers_own_lion(tmp_path: Path) -> None:
-    """``optim="lion_8bit"`` is bitsandbytes', with Adam's betas: the Trainer passes ``adam_beta1`` and ``adam_beta2``."""
+    """``optim="lion_8bit"`` is bitsandbytes', which the Trainer gives Adam's betas."""
     pytest.importorskip("bitsandbytes")
     seen = []
 
