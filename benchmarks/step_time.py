@@ -3,13 +3,15 @@
 python benchmarks/step_time.py --single
 python benchmarks/step_time.py --sets llama1b,vit_l --optimizers 'lion8bit,bnb.Lion8bit' --plot
 python benchmarks/step_time.py --optimizers 'flashoptim.FlashLion(master_weight_bits=None)' --dtype fp32
+python benchmarks/step_time.py --sets llama1b --optimizers 'lion8bit,lion8bit(offload_state=True)' --rounding on
 python benchmarks/step_time.py --show benchmarks/results/step_time_nvidia_h200.json --plot
 
 Every row is measured in a process of its own, with nothing compiled yet. Rows are in the results file as soon as they
 are measured. "step" is the time on the GPU with the host running ahead, as it does behind a backward pass; "from idle"
 begins with the GPU waiting for the host. "% of copy" is the bytes that the optimizer has to read and write (weights and
 state both ways, gradients one way), over the step's time, in per cent of a device-to-device copy measured at the start
-of the run.
+of the run. With state in host memory, "% of link" is its bytes over the step's time, in per cent of what the link to
+the host takes each way when both ways are in use.
 """
 
 import argparse
@@ -155,7 +157,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     path = args.out or RESULTS / f"step_time_{'single_' if args.single else ''}{_slug(header['device'])}.json"
     results = {**header, "versions": _versions(), "rows": []}
     for case in cases:
-        row = measure_row(case, header["copy_bytes_per_s"])
+        row = measure_row(case, header)
         results["rows"].append(row)
         _write(path, results)
         outcome = row.get("error") or f"{row['step_ms']:.3f} ms"
@@ -163,14 +165,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {**results, "path": path}
 
 
-def measure_row(case: Case, copy_bytes_per_s: float) -> dict[str, Any]:
+def measure_row(case: Case, device: dict[str, Any]) -> dict[str, Any]:
     """One row of the results; if it fails, one with ``error`` instead of figures."""
     only_in = _ONLY_IN_SETS.get(case.optimizer, (case.shape_set,))
     if case.shape_set not in only_in:
         return {**asdict(case), "error": f"takes minutes to compile: measured in {' and '.join(only_in)} only"}
     row = {**asdict(case), **run_isolated(measure_step, case)}
     if "error" not in row:
-        row["percent_of_copy"] = 100 * row["moved_bytes"] / (row["step_ms"] / 1e3) / copy_bytes_per_s
+        row["percent_of_copy"] = 100 * row["moved_bytes"] / (row["step_ms"] / 1e3) / device["copy_bytes_per_s"]
+        if case.options.get("offload_state") and device.get("link_bytes_per_s"):
+            state = row["state_bytes_per_parameter"] * row["parameters"]
+            row["percent_of_link"] = 100 * state / (row["step_ms"] / 1e3) / device["link_bytes_per_s"]
     return row
 
 

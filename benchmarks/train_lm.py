@@ -101,6 +101,7 @@ def _add_settings(group: Any) -> None:
     group.add_argument("--accumulate", type=int, help="parts that a step's batch is cut into; default: 1")
     group.add_argument("--seed", type=int, help=f"of the weights and the data's order; default: {defaults.seed}")
     group.add_argument("--eval-every", type=int, help="steps; default: a tenth of all")
+    group.add_argument("--eval-sequences", type=int, help=f"default: {defaults.eval_sequences}")
     group.add_argument(
         "--int8",
         nargs="?",

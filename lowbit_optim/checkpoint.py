@@ -2,7 +2,9 @@
 
 A saved state is plain tensors, and DTensors where parameters are. A quantised momentum is ``"exp_avg": {"codes",
 "scale"}`` and never a bare tensor: torch would cast one to the parameter's dtype, and a plain Lion would train on the
-codes. The scale is saved as bytes, since torch's checkpoint tools send it between ranks and no backend sends int16.
+codes. A master residual is ``{"int8"}`` or ``{"int16"}``: torch's checkpoint tools copy one tensor into another without
+a look at their dtypes, and even broadcast it. What is int16 is saved as bytes, since these tools send it between ranks,
+and no backend sends int16.
 
 Loading turns the whole checkpoint into new state of the live optimizer's layout before any of it is installed, so
 that a broken checkpoint changes nothing.
@@ -44,6 +46,7 @@ _BITSANDBYTES_KEY = "__bnb_optimizer_quant_state__"
 _BITSANDBYTES_BLOCK_SIZES = (256, 2048)  # 2048 in older versions
 _FLASHOPTIM_OPTION = "master_bytewidth"
 _FLASHOPTIM_BLOCK_SIZE = 32
+_RESIDUAL = "master_residual"
 _CORRECTIONS = {"errors", "error_bits"}  # of the weight's rounding, in llm-foundry and FlashLion
 
 
@@ -54,9 +57,10 @@ def pack(state: Mapping[str, Any]) -> State:
     """One parameter's live state as plain tensors that share its memory, as ``torch.optim`` does.
 
     An :class:`OptimState8bit` becomes ``{"codes": int8, shaped like the parameter, "scale": uint8}``, the two bytes of
-    each scale along a last dimension.
+    each scale along a last dimension. A master residual becomes ``{"int8": int8, shaped like the parameter}``, or
+    ``{"int16": uint8}``, the bytes likewise.
     """
-    return {key: _pack_value(value) for key, value in state.items()}
+    return {key: _pack_value(key, value) for key, value in state.items()}
 
 
 def pack_option(value: Any) -> Any:
@@ -67,7 +71,10 @@ def pack_option(value: Any) -> Any:
     return value.item() if is_numpy_scalar else value
 
 
-def _pack_value(value: Any) -> Any:
+def _pack_value(key: str, value: Any) -> Any:
+    if key == _RESIDUAL:
+        value = value.detach()
+        return {"int8": value} if value.dtype == torch.int8 else {"int16": shards.as_bytes(value)}
     if isinstance(value, OptimState8bit):
         return {"codes": value.codes.detach(), "scale": shards.as_bytes(value.scale.detach())}
     return value.detach() if isinstance(value, Tensor) else value
@@ -201,6 +208,7 @@ def read_state_dict(
                 absent.append(name)
     _check_absent(absent, states, options)
     _warn_of_corrections(saved)
+    _warn_of_dropped_residuals(saved, states)
     return states, options
 
 
@@ -213,9 +221,25 @@ def _read_state(
             f"{name}: the saved momentum has shape {tuple(momentum.shape)}, the parameter {tuple(p.shape)}. "
             "Load into an optimizer over the model that was saved, with its parameters in the same order."
         )
+    residual = _read_residual(saved[_RESIDUAL], p, name) if _RESIDUAL in saved else None
     state = allocate(p, group)
     sharding.store(state["exp_avg"], momentum)
+    if residual is not None and _RESIDUAL in state:
+        sharding.store_residual(state[_RESIDUAL], residual)
     return state
+
+
+def _read_residual(saved: Any, p: Tensor, name: str) -> Tensor:
+    where = f"{name}: {_RESIDUAL}"
+    if not isinstance(saved, Mapping) or set(saved) not in ({"int8"}, {"int16"}):
+        came = f"a dict of {_list(sorted(saved)) or 'nothing'}" if isinstance(saved, Mapping) else type(saved).__name__
+        raise ValueError(
+            f"{where} is {came}, not a dict of either int8 or int16. torch's broadcast_from_rank0 mixes them if the "
+            "optimizer has another number of master_weight_bits: load without it. Else the checkpoint is damaged."
+        )
+    if "int8" in saved:
+        return _checked(saved["int8"], (torch.int8,), where, tuple(p.shape))
+    return shards.from_bytes(_checked(saved["int16"], (torch.uint8,), where, (*p.shape, 2)))
 
 
 # --- The parts of a state dict --------------------------------------------------------------------------------------
@@ -351,6 +375,18 @@ def _warn_of_corrections(saved: Sequence[_SavedGroup]) -> None:
     keys = {key for group in saved for state in group.states if state for key in state}
     if keys & _CORRECTIONS:
         message = f"weight corrections {_list(keys & _CORRECTIONS)} were not read: weights go on as the model has them"
+        warnings.warn(message, stacklevel=2)
+
+
+def _warn_of_dropped_residuals(saved: Sequence[_SavedGroup], states: Sequence[State | None]) -> None:
+    """The weights of the model are then all there is."""
+    olds = [state for group in saved for state in group.states]
+    if any(old and _RESIDUAL in old and new and _RESIDUAL not in new for old, new in zip(olds, states, strict=True)):
+        message = (
+            f"the checkpoint's {_RESIDUAL} was not read, and its weights lose what 16 bits have no room for: this "
+            "optimizer has no master_weight_bits, or its parameters are float32. To keep them, load into an optimizer "
+            "and a model like those that were saved, and take optimizer.fp32_state_dict(model)."
+        )
         warnings.warn(message, stacklevel=2)
 
 
@@ -526,7 +562,7 @@ def _checked_floats(value: Any, where: str) -> Tensor:
 
 
 _READERS: dict[str, tuple[set[str], Callable[[State, dict[str, Any], str], Tensor]]] = {
-    "exp_avg": ({"step"} | _CORRECTIONS, _read_exp_avg),
+    "exp_avg": ({"step", _RESIDUAL} | _CORRECTIONS, _read_exp_avg),
     "exp_avg::quantized": ({"step", "exp_avg::scales"} | _CORRECTIONS, _read_flashoptim),
     "state1": ({"step", "qmap1", "absmax1"}, _read_bitsandbytes),
 }

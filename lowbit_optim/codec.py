@@ -1,4 +1,4 @@
-"""How numbers are stored: the 8-bit block codec and stochastic rounding, as pure functions on plain tensors.
+"""How numbers are stored: the 8-bit block codec, stochastic rounding and master weights, in pure functions of tensors.
 
 Two rules hold for everything here, so that eager, compiled and hand-written kernels agree in every bit:
 
@@ -304,12 +304,123 @@ def stochastic_round(x: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
         rounded = ((x.view(torch.int32) + noise) & -0x10000).view(torch.float32)
         return torch.where(x.isnan(), x, rounded).to(dtype)  # noise would turn a NaN into a number
     if dtype == torch.float16:
-        # Below 2**-14 float16's spacing is fixed. Adding 2**-14 gives fp32 that same fixed spacing (13 bits above its
-        # own) until it is taken off again; both are exact after the rounding.
-        magnitude = x.abs()
-        offset = torch.where(magnitude < 2.0**-14, 2.0**-14, 0.0).float()  # not of the default dtype
-        bits = ((magnitude + offset).view(torch.int32) + (noise >> 3)) & -0x2000
-        rounded = bits.view(torch.float32) - offset
-        rounded = torch.where(x < 0, -rounded, rounded)
-        return torch.where(magnitude < 65504.0, rounded, x).to(dtype)
+        rounded = _from_ordinal((_ordinal(x, dtype) + (noise >> 3)) & -0x2000, dtype)
+        return torch.where(x.abs() < 65504.0, rounded, x).to(dtype)
     raise TypeError(f"stochastic rounding is to torch.bfloat16 or torch.float16, not {dtype}")
+
+
+# --- Master weights -------------------------------------------------------------------------------------------------
+# A 16-bit weight and a residual together are a wider one: weight + residual * ulp(weight) / 2**B, where B is the bits
+# of the residual, 8 or 16. The weight is that sum rounded to nearest, ties away from zero, so that a tie's residual is
+# -2**(B - 1), which fits, and not 2**(B - 1). All of it is integer arithmetic on ordinals.
+
+CUT_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a float32 significand, that the dtype has no room for
+RESIDUAL_DTYPES = {24: torch.int8, 32: torch.int16}
+NAN_BITS = 0x7FC00000
+FIRST_NORMAL = 2.0**-14  # of float16
+FIRST_NORMAL_BITS = (127 - 14) << 23
+ONE_EXPONENT = 1 << 23
+MAX_MASTER = {
+    (torch.bfloat16, 24): (2 - 2.0**-15) * 2.0**127,
+    (torch.bfloat16, 32): (2 - 2.0**-23) * 2.0**127,
+    (torch.float16, 24): 65520 - 2.0**-3,
+    (torch.float16, 32): 65520 - 2.0**-8,
+}
+
+
+def _ordinal(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 -> int32, a sign bit and a magnitude that grows with ``|x|``; ``dtype`` has multiples of 2**CUT_BITS.
+
+    For bfloat16 these are the float32's own bits. float16 has fixed spacing below 2**-14, and adding that number gives
+    float32 the same, 13 bits finer: this rounds to multiples of 2**-37.
+    """
+    bits = x.view(torch.int32)
+    if dtype == torch.bfloat16:
+        return bits
+    magnitude = x.abs()
+    shifted = (magnitude + FIRST_NORMAL).view(torch.int32) - ONE_EXPONENT
+    magnitude_bits = torch.where(magnitude < FIRST_NORMAL, shifted, magnitude.view(torch.int32))
+    return magnitude_bits | (bits & SIGN_BIT)
+
+
+def _from_ordinal(ordinal: Tensor, dtype: torch.dtype) -> Tensor:
+    """int32 -> fp32. Inverse of :func:`_ordinal`; exact."""
+    if dtype == torch.bfloat16:
+        return ordinal.view(torch.float32)
+    magnitude = ordinal & ~SIGN_BIT
+    shifted = (magnitude + ONE_EXPONENT).view(torch.float32) - FIRST_NORMAL
+    value = torch.where(magnitude < FIRST_NORMAL_BITS, shifted, magnitude.view(torch.float32))
+    return (value.view(torch.int32) | (ordinal & SIGN_BIT)).view(torch.float32)
+
+
+def split_weight(x: Tensor, dtype: torch.dtype, bits: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """fp32 master weights -> the weights that a model sees, and what they lack. :func:`merge_weight` puts it together.
+
+    Args:
+        x: float32.
+        dtype: of the weights, ``torch.bfloat16`` or ``torch.float16``.
+        bits: of weight and residual together, 24 or 32.
+        noise: int32, 16 uniform bits an element (:func:`rounding_noise`), to round to 24 bits stochastically; None
+            rounds to nearest. With 32 bits it changes nothing.
+
+    Returns:
+        ``weight`` of ``dtype``, and ``residual``, int8 or int16. Merged they give ``x``
+
+        - bfloat16, 32 bits: exactly, for every finite ``x``;
+        - bfloat16, 24 bits: rounded to 16 significant bits, an error of at most 2**-16 of ``|x|`` (of 2**-142 below
+          2**-126), and beyond the largest such number, 0x7F7FFF00, to that;
+        - float16, 32 bits: exactly, if ``2**-14 <= |x| < 65520``; below with an error of at most 2**-38;
+        - float16, 24 bits: rounded to 19 significant bits, an error of at most 2**-19 of ``|x|``; below 2**-14 of at
+          most 2**-33 + 2**-38.
+
+        Rounded stochastically, twice these errors. A float16 master is at most 65520, saturating. The weight is the
+        merged value rounded to nearest, ties away from zero, so it is infinite where a finite bfloat16 master is nearer
+        to 2**128 than to the largest bfloat16. Infinity and NaN stay what they are, with a residual of 0.
+    """
+    cut = CUT_BITS[dtype]
+    limit = MAX_MASTER[dtype, bits]
+    ordinal = _ordinal(torch.where(x.abs() < math.inf, x.clamp(-limit, limit), x), dtype)
+    ordinal = torch.where(x.isnan(), NAN_BITS, ordinal)
+    if bits == 24:
+        dropped = cut - 8
+        ordinal = ordinal + (1 << (dropped - 1) if noise is None else noise >> (16 - dropped))
+        ordinal = ordinal & -(1 << dropped)
+    nearest = (ordinal + (1 << (cut - 1))) & -(1 << cut)
+    residual = ordinal - nearest
+    residual = residual >> (cut - 8) if bits == 24 else residual << (16 - cut)
+    return _from_ordinal(nearest, dtype).to(dtype), residual.to(RESIDUAL_DTYPES[bits])
+
+
+def merge_weight(weight: Tensor, residual: Tensor) -> Tensor:
+    """fp32 master weights. Inverse of :func:`split_weight`.
+
+    Of a weight that was set to 0 since, the residual may be of the other sign; it is then taken as 0.
+    """
+    cut = CUT_BITS[weight.dtype]
+    ordinal, fine = _ordinal(weight.float(), weight.dtype), residual.to(torch.int32)
+    merged = ordinal + (fine << (cut - 8) if residual.dtype == torch.int8 else fine >> (16 - cut))
+    merged = torch.where((merged ^ ordinal) < 0, ordinal, merged)
+    return _from_ordinal(merged, weight.dtype)
+
+
+def convert_residual(residual: Tensor, dtype: torch.dtype) -> Tensor:
+    """Between int8 and int16; to int8 rounded to nearest, ties away from zero, saturating at 127."""
+    if residual.dtype == dtype:
+        return residual
+    fine = residual.to(torch.int32)
+    return (fine << 8 if dtype == torch.int16 else ((fine + 0x80) >> 8).clamp(max=127)).to(dtype)
+
+
+def read_weight(weight: Tensor, residual: Tensor | None) -> Tensor:
+    """fp32: the master weight if there is a residual."""
+    return weight.float() if residual is None else merge_weight(weight, residual)
+
+
+def write_weight(weight: Tensor, residual: Tensor | None, x: Tensor, noise: Tensor | None) -> None:
+    """Store fp32 ``x`` in ``weight``, and in ``residual`` if there is one; rounded stochastically if there is noise."""
+    if residual is not None:
+        x, fine = split_weight(x, weight.dtype, 24 if residual.dtype == torch.int8 else 32, noise)
+        residual.copy_(fine)
+    elif noise is not None:
+        x = stochastic_round(x, noise, weight.dtype)
+    weight.copy_(x)

@@ -32,11 +32,11 @@ UpdateFunction = Callable[..., None]
 
 
 class CompiledUpdate:
-    """Calls ``update(param, grad, exp_avg, *scalars)`` in place, compiled where that works.
+    """Calls ``update(param, grad, exp_avg, *scalars, master_residual=None)`` in place, compiled where that works.
 
     Args:
-        update: writes ``param`` and ``exp_avg``. Momentum is an ``OptimState8bit`` or a float tensor; ``param`` and
-            ``grad`` are plain, contiguous, and shaped like it; ``scalars`` are 0-D tensors or None.
+        update: writes ``param``, ``exp_avg`` and ``master_residual``. Momentum is an ``OptimState8bit`` or a float
+            tensor; the others are plain, contiguous, and shaped like it; ``scalars`` are 0-D tensors or None.
     """
 
     def __init__(self, update: UpdateFunction) -> None:
@@ -46,19 +46,27 @@ class CompiledUpdate:
         self._compiled_quantized = compiler(_on_parts(update))
         self._uncompilable: set[tuple[str, str]] = set()  # device type, kind
 
-    def __call__(self, param: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
-        """One step of one parameter. Any shape; ``param`` and ``grad`` contiguous."""
+    def __call__(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        *scalars: Tensor | None,
+        master_residual: Tensor | None = None,
+    ) -> None:
+        """One step of one parameter. Any shape; ``param``, ``grad`` and ``master_residual`` contiguous."""
         param, grad, exp_avg = _as_rows(param, grad, exp_avg)
+        residual = None if master_residual is None else master_residual.view(param.shape)
         kind = _kind(exp_avg)
         if not self._is_worth_compiling(kind, param):
-            self._update(param, grad, exp_avg, *scalars)
+            self._update(param, grad, exp_avg, *scalars, master_residual=residual)
             return
         try:
-            self._run_within_limit(kind, param, grad, exp_avg, *scalars)
+            self._run_within_limit(kind, param, grad, exp_avg, residual, *scalars)
         except TorchDynamoException as error:  # raised before the graph ran: nothing has been written yet
             self._warn(param.device.type, error)
             self._uncompilable.add((param.device.type, kind))
-            self._update(param, grad, exp_avg, *scalars)
+            self._update(param, grad, exp_avg, *scalars, master_residual=residual)
 
     def _is_worth_compiling(self, kind: str, param: Tensor) -> bool:
         if torch._dynamo.config.disable:  # since 2.13, torch.compile(fullgraph=True) takes it for an error
@@ -73,18 +81,21 @@ class CompiledUpdate:
             with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):
                 self._run_compiled(kind, *args)
 
-    def _run_compiled(self, kind: str, param: Tensor, grad: Tensor, exp_avg: Tensor, *scalars: Tensor | None) -> None:
+    def _run_compiled(
+        self, kind: str, param: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, *scalars: Tensor | None
+    ) -> None:
         if not isinstance(exp_avg, BlockwiseTensor):
-            _mark(maybe_mark_dynamic, 0, param, grad, exp_avg)
-            self._compiled_plain(param, grad, exp_avg, *scalars)
+            _mark(maybe_mark_dynamic, 0, param, grad, exp_avg, residual)
+            self._compiled_plain(param, grad, exp_avg, *scalars, master_residual=residual)
             return
         tensors = param, grad, exp_avg.codes, exp_avg.scale
         if kind == "aligned":
-            _mark(maybe_mark_dynamic, 0, *tensors)
+            _mark(maybe_mark_dynamic, 0, *tensors, residual)
         else:
-            _mark(mark_unbacked, 0, *tensors)
-            _mark(mark_unbacked, 1, *tensors)
-        self._compiled_quantized(type(exp_avg), exp_avg.block_size, kind, *tensors, *scalars)
+            _mark(mark_unbacked, 0, *tensors, residual)
+            _mark(mark_unbacked, 1, *tensors, residual)
+        part_of = type(exp_avg), exp_avg.block_size, kind
+        self._compiled_quantized(*part_of, *tensors, *scalars, master_residual=residual)
 
     def _warn(self, device_type: str, error: Exception) -> None:
         """Once a device type, however many kinds of graph cannot be had."""
@@ -109,14 +120,16 @@ def _on_parts(update: UpdateFunction) -> UpdateFunction:
         codes: Tensor,
         scale: Tensor,
         *scalars: Tensor | None,
+        master_residual: Tensor | None,
     ) -> None:
         if kind == "ragged":  # a guard, too: the graph of ragged rows would serve aligned ones, slowly
-            for tensor in (grad, codes, scale):  # Dynamo knows nothing of unbacked sizes but what it is told
+            alike = (grad, codes) if master_residual is None else (grad, codes, master_residual)
+            for tensor in (*alike, scale):  # Dynamo knows nothing of unbacked sizes but what it is told
                 torch._check(tensor.shape[0] == param.shape[0])
-            torch._check(grad.shape[1] == param.shape[1])
-            torch._check(codes.shape[1] == param.shape[1])
+            for tensor in alike:
+                torch._check(tensor.shape[1] == param.shape[1])
             torch._check(scale.shape[1] == codec.blocks_per_row(param.shape[1], block_size))
-        update(param, grad, state_class(codes, scale, block_size), *scalars)
+        update(param, grad, state_class(codes, scale, block_size), *scalars, master_residual=master_residual)
 
     return update_on_parts
 
@@ -137,6 +150,7 @@ def _kind(exp_avg: Tensor) -> str:
     return "aligned" if exp_avg.shape[1] == exp_avg.block_size else "ragged"
 
 
-def _mark(mark: Callable[[Tensor, int], None], dim: int, *tensors: Tensor) -> None:
+def _mark(mark: Callable[[Tensor, int], None], dim: int, *tensors: Tensor | None) -> None:
     for tensor in tensors:
-        mark(tensor, dim)
+        if tensor is not None:
+            mark(tensor, dim)

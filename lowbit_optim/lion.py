@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_optim import codec
+from lowbit_optim import codec, shards, weights
 from lowbit_optim.optimizer import LowBitOptimizer, ParamsT, decay_of_step, host_value
 from lowbit_optim.subclasses.blockwise import dequantize
 
@@ -25,6 +25,7 @@ def lion_update(
     noise_key: Tensor | None = None,
     noise_step: Tensor | None = None,
     position: codec.Position | None = None,
+    master_residual: Tensor | None = None,
 ) -> None:
     """One Lion step, in place; all arithmetic in fp32, in the paper's order.
 
@@ -37,8 +38,10 @@ def lion_update(
         grad_weight1, grad_weight2: 0-D float32, ``1 - beta``; negative to maximise.
         noise_key, noise_step: 0-D int64, to round the stored weight stochastically; None rounds to nearest.
         position: where ``param`` lies in the parameter that it is a shard of; None if it is the whole.
+        master_residual: int8 or int16, shaped like ``param``: what a bfloat16 or float16 weight lacks of its master
+            weight (:func:`lowbit_optim.codec.split_weight`); noise then acts on the master's last bit.
     """
-    p, g, m = param.float(), grad.float(), dequantize(exp_avg)
+    p, g, m = codec.read_weight(param, master_residual), grad.float(), dequantize(exp_avg)
 
     p = p - decay * p
     p = p - _times_sign(lr, beta1 * m + grad_weight1 * g)
@@ -46,10 +49,11 @@ def lion_update(
     m = beta2 * m
     m = torch.where(g.abs() < math.inf, m + grad_weight2 * g, m)
 
+    noise = None
     if noise_key is not None and noise_step is not None:
         group, lane = codec.element_index(param.shape, param.device, position)
-        p = codec.stochastic_round(p, codec.rounding_noise(group, lane, noise_key, noise_step), param.dtype)
-    param.copy_(p)
+        noise = codec.rounding_noise(group, lane, noise_key, noise_step)
+    codec.write_weight(param, master_residual, p, noise)
     exp_avg.copy_(m)
 
 
@@ -112,6 +116,32 @@ class Lion(LowBitOptimizer):
         sign = -1.0 if group["maximize"] else 1.0
         return host_value(group["lr"]), decay_of_step(group), beta1, sign * (1 - beta1), beta2, sign * (1 - beta2)
 
+    @torch.no_grad()
+    def stalled_fraction(self, group: int | None = None) -> float:
+        """The share of bfloat16 and float16 weights that an update cannot move, as they are stored.
+
+        An update is the learning rate, up or down. It is lost if the weight rounds back to what it was; with
+        ``stochastic_rounding``, if it does so whatever the noise, since the update is below what fp32 resolves. If most
+        weights stall, use stochastic rounding, ``master_weight_bits`` or fp32 weights.
+
+        Args:
+            group: the number of a parameter group; None: all of them.
+
+        Returns:
+            0 ... 1, over what this rank holds of the weights; 0 if there are none of these dtypes. Gradients, momentum
+            and weight decay, which is smaller still, play no part.
+        """
+        groups = self.param_groups if group is None else [self.param_groups[group]]
+        stalled = total = 0
+        for each in groups:
+            lr, is_noisy = float(each["lr"]), each["stochastic_rounding"]
+            for p in each["params"]:
+                if p.requires_grad and p.dtype in codec.CUT_BITS:
+                    state = self.state.get(p) or self._new_state(p, each)
+                    stalled += weights.count_stalled(p, state.get("master_residual"), lr, is_noisy)
+                    total += shards.to_local(p).numel()
+        return stalled / total if total else 0.0
+
 
 class Lion8bit(Lion):
     """Lion with 8-bit momentum: one byte a parameter, and 2 for each block of 64.
@@ -127,20 +157,22 @@ class Lion8bit(Lion):
             elements and rows of 16. All other momentum is float32.
         block_size: elements that share a scale, >= 16.
         min_quantized_numel: smaller parameters have float32 momentum.
-        master_weight_bits: not available yet.
-        stochastic_rounding: round bfloat16 and float16 weights up or down at random, so that small updates count on
-            average; False rounds to nearest.
+        master_weight_bits: 24 or 32: keep 8 or 16 more bits of each bfloat16 and float16 weight in the state, so that
+            nothing that small updates add up to is lost; None keeps the weights alone.
+        stochastic_rounding: round bfloat16 and float16 weights, or the 24 bits of them, up or down at random, so that
+            small updates count on average; False rounds to nearest.
         seed: of that rounding, which draws from none of torch's generators.
         decouple_lr: weight decay scaled by ``lr / initial_lr`` rather than by ``lr``.
         maximize: ascend.
-        offload_state: not available yet.
+        offload_state: keep the state of parameters on CUDA in pinned host memory, and copy it to the device and back in
+            each step, a part at a time; the results are the same. ``state_dict()`` waits for the copies; before
+            ``state`` is read directly, call ``torch.cuda.synchronize()``.
         fused: step a group's parameters of a dtype in one launch of a Triton kernel. None: where it can run, on CUDA;
             elsewhere one by one by a compiled kernel, with the same results. True: an error where it cannot run.
 
     Raises:
         RuntimeError: ``fused=True``, and there is no Triton; in a step, where the kernel cannot run.
         TypeError, ValueError: an argument cannot be used; the message says which, and what is allowed.
-        NotImplementedError: an option that is not available yet.
     """
 
     def __init__(

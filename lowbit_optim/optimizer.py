@@ -6,8 +6,8 @@ import math
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._triton import has_triton
 
-from lowbit_optim import checkpoint, codec, sharding, shards
+from lowbit_optim import checkpoint, codec, offload, sharding, shards, weights
 from lowbit_optim.compiled import CompiledUpdate, UpdateFunction
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
 
@@ -26,20 +26,26 @@ _PARAM_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _GRAD_DTYPES = {*_PARAM_DTYPES, torch.float64}
 _SAVING = threading.RLock()  # reentrant, since a user's hook may ask for a state dict too
 _MAX_FUSED_BLOCK_SIZE = 4096  # a program of the kernel keeps a block in its registers
-_PLAIN = {Tensor, nn.Parameter}
 
 
 class Updates(NamedTuple):
     """What is to be stepped: lists of equal length.
 
-    ``indices`` count over all groups; ``firsts`` are the indices of first elements, where the others are shards.
+    ``residuals`` are those of master weights, None where there is none. ``indices`` count over all groups; ``firsts``
+    are the indices of first elements, where the others are shards.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
     exp_avgs: list[Tensor]
+    residuals: list[Tensor | None]
     indices: list[int]
     firsts: list[int]
+
+    @property
+    def state(self) -> dict[str, list[Any]]:
+        """What lives where a parameter's state does."""
+        return {"exp_avgs": self.exp_avgs, "residuals": self.residuals}
 
     def select(self, chosen: list[bool]) -> "Updates":
         columns: list[list[Any]] = [list(itertools.compress(column, chosen)) for column in self]
@@ -94,6 +100,7 @@ class LowBitOptimizer(Optimizer):
     """
 
     update: ClassVar[UpdateFunction]
+    _release: Any = None  # the GradientRelease that steps parameters inside backward, if there is one
 
     def _scalars(self, group: Mapping[str, Any]) -> tuple[float | Tensor, ...]:
         """The hyper-parameters that :attr:`update` takes after the momentum; it gets them as 0-D float32 tensors.
@@ -104,12 +111,13 @@ class LowBitOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._forget()
+        self._offload = offload.Offload()
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
         """What was learned in earlier steps to save time."""
         self._order = _StateOrder({}, [])
-        self._fused_steps: dict[int, Any] = {}  # by number of the group
+        self._fused_steps: dict[tuple[int, Hashable], Any] = {}  # by number of the group, and a part of it
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own. Raises as the constructor does."""
@@ -133,6 +141,7 @@ class LowBitOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
+        self._offload = offload.Offload()
         for group in self.param_groups:
             _step_as_tensor(group)
 
@@ -152,7 +161,10 @@ class LowBitOptimizer(Optimizer):
         """Zero state, contiguous; of DTensors if the parameter is one, else of plain tensors."""
         sharding.check_not_flattened(p)
         _check_dtype(p)
-        return {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
+        state = {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
+        if group["master_weight_bits"] and p.dtype != torch.float32:
+            state["master_residual"] = sharding.zeros_like(p, codec.RESIDUAL_DTYPES[group["master_weight_bits"]])
+        return state
 
     @torch.compiler.disable
     def _init_missing_state(self) -> None:
@@ -161,10 +173,21 @@ class LowBitOptimizer(Optimizer):
             for p in group["params"]:
                 if not self.state.get(p) and _is_trained(p):
                     _check_not_capturing()
-                    self.state[p] = self._new_state(p, group)
+                    self.state[p] = self._allocate(p, group)
+
+    def _allocate(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """As :meth:`_new_state`, where state lives between steps."""
+        state = self._new_state(p, group)
+        is_offloaded = self.defaults["offload_state"] and offload.is_offloaded(p)
+        return offload.to_host(state) if is_offloaded else state
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._offload.wait()
+        return super().__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, with plain tensors alone: an 8-bit momentum is ``{"codes": int8, "scale": uint8}``."""
+        self._offload.wait()
         with _SAVING:  # a thread that logs or saves must not meet another one's hook
             handle = self.register_state_dict_post_hook(_pack_state_dict, prepend=True)
             try:
@@ -178,8 +201,45 @@ class LowBitOptimizer(Optimizer):
         What is quantised, and how, stays as it is in this optimizer. A checkpoint that does not fit raises and changes
         nothing.
         """
-        checkpoint.load(self, state_dict, super().load_state_dict, self._new_state)
+        self._offload.wait()
+        checkpoint.load(self, state_dict, super().load_state_dict, self._allocate)
         self._forget()
+
+    def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """``model.state_dict()`` with the weights that this optimizer has bits of, in fp32.
+
+        Returns:
+            A bfloat16 or float16 parameter is fp32: its master weight if it has a residual (``master_weight_bits``),
+            else the same value. Other tensors share the model's memory. Tied parameters are one tensor under each of
+            their names, and a DTensor is one with the same placements.
+        """
+        self._offload.wait()
+        return weights.fp32_state_dict(model, self._residual)
+
+    def load_fp32_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+        """Set a model's weights, and the residuals of those that have ``master_weight_bits``.
+
+        Args:
+            model: whose parameters this optimizer steps, sharded before or not.
+            state_dict: from :meth:`fp32_state_dict` or ``state_dict()`` of a model like it in fp32; whole tensors, or
+                DTensors on any mesh. A tied parameter may be there under one name alone.
+
+        Raises:
+            ValueError, TypeError: the name of what is missing, unexpected or does not fit. Nothing has changed.
+        """
+        self._offload.wait()
+        weights.load_fp32_state_dict(model, state_dict, self._residual_to_set)
+
+    def _residual(self, p: Tensor) -> Tensor | None:
+        return self.state[p].get("master_residual") if p in self.state else None
+
+    def _residual_to_set(self, p: Tensor) -> Tensor | None:
+        """With new state for what has none before the first step."""
+        for group in self.param_groups:
+            is_new = group["master_weight_bits"] and _is_trained(p) and not self.state.get(p)
+            if is_new and any(p is other for other in group["params"]):
+                self.state[p] = self._allocate(p, group)
+        return self._residual(p)
 
     # --- Step -------------------------------------------------------------------------------------------------------
 
@@ -194,15 +254,60 @@ class LowBitOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        stepped_early = self._release is not None and self._release.before_step()
         collected = self._collect()
-        if not any(updates.params for updates in collected):
+        if not stepped_early and not any(updates.params for updates in collected):
             self._warn_of_no_gradient()
-        shared_blocks = sharding.SharedBlocks()
         # whatever is wrong with a parameter or a group is found before anything moves
-        for group_step in [self._prepare(number, updates) for number, updates in enumerate(collected)]:
+        collected, step_offloaded = self._prepare_offloaded(collected)
+        prepared = [self._prepare(number, updates) for number, updates in enumerate(collected)]
+        step_offloaded()
+        shared_blocks = sharding.SharedBlocks()
+        for group_step in prepared:
             self._step_group(group_step, shared_blocks)
         shared_blocks.encode()
+        if self._release is not None:
+            self._release.after_step()
         return loss
+
+    def _step_early(self, number: int, part: int, params: list[Tensor], grads: list[Tensor], indices: list[int]) -> Any:
+        """Step parameters of a group as the coming :meth:`step` will step the others, which alone counts it.
+
+        Args:
+            number: of the group.
+            part: if that has the same number in each iteration, its launch is planned once.
+            indices: of the parameters, over all groups.
+
+        Returns:
+            The hyper-parameters that they were stepped with.
+        """
+        states = [self.state[p] for p in params]
+        exp_avgs = [state["exp_avg"] for state in states]
+        residuals = [state.get("master_residual") for state in states]
+        none = Updates([], [], [], [], [], [])
+        collected = [none] * len(self.param_groups)
+        collected[number] = Updates(params, grads, exp_avgs, residuals, indices, [0] * len(params))
+        collected, step_offloaded = self._prepare_offloaded(collected, part)
+        prepared = self._prepare(number, collected[number], part)
+        step_offloaded()
+        self._step_part(prepared)
+        return prepared.scalars
+
+    def _prepare_offloaded(self, collected: list[Updates], part: int = -1) -> tuple[list[Updates], Callable[[], None]]:
+        """What has its state beside it, and a function that steps the rest."""
+        if not self.defaults["offload_state"]:
+            return collected, lambda: None
+        collected, chunks = self._offload.split(collected)
+        prepared = [self._prepare(chunk.group, chunk.updates, (part, i)) for i, chunk in enumerate(chunks)]
+        steps = {id(chunk): group_step for chunk, group_step in zip(chunks, prepared, strict=True)}
+        return collected, lambda: self._offload.run(chunks, lambda chunk: self._step_part(steps[id(chunk)]))
+
+    def _step_part(self, step: _GroupStep) -> None:
+        """Of a group, with the number of the coming step, which is counted once for all."""
+        shared_blocks = sharding.SharedBlocks()
+        group = {**step.group, "step": step.group["step"].clone()}
+        self._step_group(replace(step, group=group), shared_blocks)
+        shared_blocks.encode()
 
     def _warn_of_no_gradient(self) -> None:
         """What replaces a model's parameters leaves an optimizer with the old ones, which it would step in vain."""
@@ -222,7 +327,10 @@ class LowBitOptimizer(Optimizer):
             indices = list(range(first, first + len(params)))
             first += len(params)
             exp_avgs: list[Any] = [state["exp_avg"] if state else None for state in states]
-            updates = Updates(params, [p.grad for p in params], exp_avgs, indices, [0] * len(params))
+            residuals: list[Any] = [None] * len(params)
+            if group["master_weight_bits"]:
+                residuals = [state.get("master_residual") if state else None for state in states]
+            updates = Updates(params, [p.grad for p in params], exp_avgs, residuals, indices, [0] * len(params))
             if not all(map(operator.is_not, updates.grads, itertools.repeat(None))):
                 updates = updates.select([grad is not None for grad in updates.grads])
             collected.append(updates)
@@ -250,9 +358,9 @@ class LowBitOptimizer(Optimizer):
             not s and _is_trained(p) for group, some in pairs for p, s in zip(group["params"], some, strict=True)
         )
 
-    def _prepare(self, number: int, updates: Updates) -> _GroupStep:
+    def _prepare(self, number: int, updates: Updates, part: Hashable = -1) -> _GroupStep:
         """Raises whatever is wrong with a group or its parameters."""
-        group, none = self.param_groups[number], Updates([], [], [], [], [])
+        group, none = self.param_groups[number], Updates([], [], [], [], [], [])
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
             group.setdefault("initial_lr", _copy(group["lr"]))
         _check_lr(group)
@@ -260,23 +368,18 @@ class LowBitOptimizer(Optimizer):
         if self.defaults["fused"] is False or torch.compiler.is_compiling():
             _check_updates(updates)
             return _GroupStep(group, scalars, None, none, updates, [])
-        options = (group["block_size"], group["seed"], group["stochastic_rounding"])
-        fused, one_by_one = self._fused_steps.get(number), none
-        copied: list[tuple[Tensor, Tensor]] = []
-        if not _are_plain(updates):
-            _check_updates(updates)
-            updates = _in_one_run(updates, lambda p: self._is_fused(p, group))
-            chosen = [self._is_fused(p, group) for p in updates.params]
-            one_by_one = updates.select([not each for each in chosen])
-            updates, copied = _as_plain(updates.select(chosen))
-        if fused is None or not fused.takes(updates, options):
-            _check_updates(updates)
-            chosen = [self._is_fused(p, group) for p in updates.params]
-            if not all(chosen):
-                one_by_one, updates = updates.select([not each for each in chosen]), updates.select(chosen)
-            if updates.params:
-                fused = self._fused_steps[number] = self._new_fused_step()  # type: ignore[misc]
-                fused.plan(updates, options)
+        options = (group["block_size"], group["seed"], group["stochastic_rounding"], group["master_weight_bits"])
+        fused = self._fused_steps.get((number, part))
+        if fused is not None and fused.takes(updates, options):
+            return _GroupStep(group, scalars, fused, updates, none, [])
+        _check_updates(updates)
+        updates = _in_one_run(updates, lambda p: self._is_fused(p, group))
+        chosen = [self._is_fused(p, group) for p in updates.params]
+        one_by_one = updates.select([not each for each in chosen])
+        updates, copied = _as_plain(updates.select(chosen))
+        if updates.params and (fused is None or not fused.takes(updates, options)):
+            fused = self._fused_steps[number, part] = self._new_fused_step()  # type: ignore[misc]
+            fused.plan(updates, options)
         return _GroupStep(group, scalars, fused, updates, one_by_one, copied)
 
     def _step_group(self, step: _GroupStep, shared_blocks: sharding.SharedBlocks) -> None:
@@ -286,7 +389,8 @@ class LowBitOptimizer(Optimizer):
         updates = step.one_by_one
         if not moves_weights:
             # 0 * inf is NaN, and 0 + -0.0 is 0.0: at lr 0 the update gets a copy, so that no weight can change
-            updates = updates._replace(params=[p.detach().clone() for p in updates.params])
+            residuals = [None if residual is None else residual.clone() for residual in updates.residuals]
+            updates = updates._replace(params=[p.detach().clone() for p in updates.params], residuals=residuals)
         updates = updates._replace(exp_avgs=[shared_blocks.decode(exp_avg) for exp_avg in updates.exp_avgs])
         self._step_one_by_one(step.group, updates, step.scalars)
 
@@ -300,14 +404,17 @@ class LowBitOptimizer(Optimizer):
         if not torch.compiler.is_compiling():  # inside a user's own graph, that compiler fuses it
             update = _compiled_update(update)
         on_device: dict[torch.device, tuple[Tensor, ...]] = {}
-        for p, grad, exp_avg, index, _ in zip(*updates, strict=True):
+        for p, grad, exp_avg, residual, index, _ in zip(*updates, strict=True):
             if p.device not in on_device:
                 on_device[p.device] = tuple(as_scalar(value, p.device) for value in scalars)
-            noise = self._noise(p, index, group)
-            _update_param(update, p, grad, exp_avg, on_device[p.device], noise)
+            noise = self._noise(p, residual, index, group)
+            _update_param(update, p, grad, exp_avg, residual, on_device[p.device], noise)
 
-    def _noise(self, p: Tensor, index: int, group: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-        if not group["stochastic_rounding"] or p.dtype == torch.float32:
+    def _noise(
+        self, p: Tensor, residual: Tensor | None, index: int, group: dict[str, Any]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        is_rounded = p.dtype != torch.float32 and (residual is None or residual.dtype == torch.int8)
+        if not group["stochastic_rounding"] or not is_rounded:
             return None, None
         return _noise_key(group["seed"], index), _on_device(group["step"], p.device)
 
@@ -332,6 +439,8 @@ class LowBitOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Then GradScaler leaves scaled gradients and ``found_inf`` to the step, which waits for neither."""
+        if self._release is not None:
+            self._release.refuse_scaler()
         params = ((p, group) for group in self.param_groups for p in group["params"] if _is_trained(p))
         return all(not shards.is_dtensor(p) and self._is_fused(p, group) for p, group in params)
 
@@ -369,6 +478,7 @@ def _update_param(
     p: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
+    residual: Tensor | None,
     scalars: tuple[Tensor, ...],
     noise: tuple[Tensor | None, Tensor | None],
 ) -> None:
@@ -378,8 +488,9 @@ def _update_param(
     # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
     values = _contiguous_copy(local) if copied else local.detach()
     grad = sharding.local_grad(p, grad).contiguous()
-    for step in sharding.local_steps(p, values, grad, exp_avg, noisy=noise[0] is not None):
-        update(step.param, step.grad, step.exp_avg, *scalars, *noise, step.position)
+    for step in sharding.local_steps(p, values, grad, exp_avg, residual, noisy=noise[0] is not None):
+        tensors = step.param, step.grad, step.exp_avg
+        update(*tensors, *scalars, *noise, step.position, master_residual=step.master_residual)
     if copied:
         local.copy_(values)
 
@@ -387,24 +498,13 @@ def _update_param(
 def _in_one_run(updates: Updates, is_fused: Callable[[Tensor], bool]) -> Updates:
     """With what this rank holds in place of each DTensor that the fused step can take so."""
     rows: list[tuple[Any, ...]] = []
-    for p, grad, exp_avg, index, first in zip(*updates, strict=True):
-        run = sharding.one_run(p, grad, exp_avg) if shards.is_dtensor(p) else None
+    for p, grad, exp_avg, residual, index, first in zip(*updates, strict=True):
+        run = sharding.one_run(p, grad, exp_avg, residual) if shards.is_dtensor(p) else None
         if run is not None and is_fused(run[0]):
-            rows.append((*run[:3], index, run[3]))
+            rows.append((*run[:4], index, run[4]))
         else:
-            rows.append((p, grad, exp_avg, index, first))
+            rows.append((p, grad, exp_avg, residual, index, first))
     return Updates(*(list(column) for column in zip(*rows, strict=True))) if rows else updates
-
-
-def _are_plain(updates: Updates) -> bool:
-    """Whether the elements of each parameter and gradient are simply where its address says, in order."""
-    params, grads = updates.params, updates.grads
-    return (
-        _PLAIN.issuperset(map(type, params))
-        and _PLAIN.issuperset(map(type, grads))
-        and all(map(Tensor.is_contiguous, params))
-        and all(map(Tensor.is_contiguous, grads))
-    )
 
 
 def _as_plain(updates: Updates) -> tuple[Updates, list[tuple[Tensor, Tensor]]]:
@@ -551,13 +651,19 @@ def _copy(value: Any) -> Any:
 
 
 def _check_updates(updates: Updates) -> None:
-    for p, grad, _, index, _ in zip(*updates, strict=True):
+    for p, grad, _, residual, index, _ in zip(*updates, strict=True):
         sharding.check(p, grad, f"parameter {index}")
+        if residual is not None and p.dtype == torch.float32:
+            raise RuntimeError(
+                f"parameter {index} of shape {tuple(p.shape)} was changed to float32, and its state has a residual "
+                "for 16 bits. Take optimizer.fp32_state_dict(model) before the change, and load it into the model of a "
+                "new optimizer."
+            )
     if not {p.dtype for p in updates.params} <= _PARAM_DTYPES:
         for p in updates.params:
             _check_dtype(p)
     if not {grad.layout for grad in updates.grads} <= {torch.strided}:
-        for p, grad, _, index, _ in zip(*updates, strict=True):
+        for p, grad, _, _, index, _ in zip(*updates, strict=True):
             if grad.layout != torch.strided:
                 raise RuntimeError(
                     f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({grad.layout}); this "

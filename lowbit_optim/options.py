@@ -74,12 +74,6 @@ def check_options(options: Mapping[str, Any]) -> None:
 def _check_available(options: Mapping[str, Any]) -> None:
     if options["master_weight_bits"] not in (None, 24, 32):
         raise ValueError(f"master_weight_bits={options['master_weight_bits']!r}; it must be None, 24 or 32")
-    for name, instead in {
-        "master_weight_bits": "leave it None; with stochastic_rounding=True small updates of bfloat16 weights count",
-        "offload_state": "leave it False",
-    }.items():
-        if options[name]:
-            raise NotImplementedError(f"{name}={options[name]!r} is not available yet: {instead}")
     if options["fused"] and not has_triton_package():
         raise RuntimeError(
             "fused=True needs Triton, which cannot be imported here: install it, or leave fused=None, which steps the "

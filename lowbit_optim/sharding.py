@@ -3,7 +3,7 @@
 A step needs nothing of other ranks, except where a placement cuts through blocks (:class:`SharedBlocks`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,23 +18,23 @@ from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 
 def zeros(p: Tensor, block_size: int | None) -> Tensor:
     """Zero momentum shaped and sharded like ``p``, on the device of its shard; float32 if ``block_size`` is None."""
-    if not shards.is_dtensor(p):
-        if block_size is not None:
-            return OptimState8bit.zeros(p.shape, block_size, device=p.device)
-        return torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-    sharded: Any = p
-    shape, device = shards.shard_of(p).shape, sharded.to_local().device
     if block_size is None:
-        local = torch.zeros(shape, dtype=torch.float32, device=device)
-        return shards.from_local(local, p, p.shape, sharded.placements)
+        return zeros_like(p, torch.float32)
+    if not shards.is_dtensor(p):
+        return OptimState8bit.zeros(p.shape, block_size, device=p.device)
     layout = shards.block_layout(p, block_size)
-    codes = torch.zeros(shape, dtype=torch.int8, device=device)
-    scale = torch.zeros(layout.scale_shape, dtype=codec.SCALE_DTYPE, device=device)
-    return OptimState8bit(
-        shards.from_local(codes, p, p.shape, sharded.placements),
-        shards.from_local(scale, p, codec.scale_shape(p.shape, block_size), layout.scale_placements),
-        block_size,
-    )
+    codes = zeros_like(p, torch.int8)
+    scale = torch.zeros(layout.scale_shape, dtype=codec.SCALE_DTYPE, device=shards.to_local(codes).device)
+    scale_shape = codec.scale_shape(p.shape, block_size)
+    return OptimState8bit(codes, shards.from_local(scale, p, scale_shape, layout.scale_placements), block_size)
+
+
+def zeros_like(p: Any, dtype: torch.dtype) -> Tensor:
+    """Shaped and sharded like ``p``, on the device of its shard; contiguous."""
+    if not shards.is_dtensor(p):
+        return torch.zeros(p.shape, dtype=dtype, device=p.device)
+    local = torch.zeros(shards.shard_of(p).shape, dtype=dtype, device=p.to_local().device)
+    return shards.from_local(local, p, p.shape, p.placements)
 
 
 def store(target: Tensor, momentum: Tensor) -> None:
@@ -54,6 +54,19 @@ def store(target: Tensor, momentum: Tensor) -> None:
         shards.copy_(part, source)
 
 
+def store_residual(target: Tensor, residual: Tensor) -> None:
+    """Write the residuals of master weights, whichever of the two are sharded, and of however many bits they are.
+
+    Fewer bits are rounded to; the weight stays, so that what would go to the next one stops halfway to it.
+    """
+    if target.dtype != residual.dtype:
+        local = codec.convert_residual(shards.to_local(residual), target.dtype)
+        sharded: Any = residual
+        is_sharded = shards.is_dtensor(residual)
+        residual = shards.from_local(local, sharded, sharded.shape, sharded.placements) if is_sharded else local
+    shards.copy_(target, residual)
+
+
 def _whole(momentum: Tensor) -> Tensor:
     """Gathered and decoded."""
     if isinstance(momentum, BlockwiseTensor):
@@ -64,6 +77,26 @@ def _whole(momentum: Tensor) -> Tensor:
 
 def _is_sharded(momentum: Tensor) -> bool:
     return shards.is_dtensor(_parts(momentum)[0])
+
+
+def map_parts(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Momentum, or any other tensor of state, with ``function`` applied to what this rank holds of each part of it.
+
+    ``function`` keeps shapes and dtypes. None stays None.
+    """
+    if state is None:
+        return None
+    if isinstance(state, BlockwiseTensor):
+        codes, scale = (map_parts(part, function) for part in _parts(state))
+        return type(state)(codes, scale, state.block_size, state.dtype)
+    if shards.is_dtensor(state):
+        return shards.from_local(function(shards.to_local(state)), state, state.shape, state.placements)
+    return function(state)
+
+
+def local_parts(state: Any) -> list[Tensor]:
+    """What :func:`map_parts` calls its function with."""
+    return [] if state is None else [shards.to_local(part) for part in _parts(state)]
 
 
 def _parts(momentum: Tensor) -> tuple[Tensor, ...]:
@@ -104,6 +137,15 @@ def check(p: Any, grad: Any, name: str) -> None:
         )
 
 
+def needs_other_ranks(p: Any, grad: Any, exp_avg: Any) -> bool:
+    """Whether the step of ``p`` is a collective call: its gradient is cut otherwise, or ranks share its blocks."""
+    if not shards.is_dtensor(p):
+        return False
+    is_quantized = isinstance(exp_avg, BlockwiseTensor)
+    shares_blocks = is_quantized and bool(shards.block_layout(exp_avg.codes, exp_avg.block_size).shared)
+    return shares_blocks or not shards.same_sharding(p, grad)
+
+
 def local_grad(p: Any, grad: Any) -> Tensor:
     """What this rank holds of the gradient, cut like ``p``: one with other placements (Partial, say) is redistributed.
 
@@ -126,10 +168,13 @@ class LocalStep(NamedTuple):
     param: Tensor
     grad: Tensor
     exp_avg: Tensor
+    master_residual: Tensor | None
     position: codec.Position | None
 
 
-def local_steps(whole: Tensor, param: Tensor, grad: Tensor, exp_avg: Tensor, noisy: bool) -> Iterator[LocalStep]:
+def local_steps(
+    whole: Tensor, param: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, noisy: bool
+) -> Iterator[LocalStep]:
     """One for most shards; none for an empty one.
 
     Args:
@@ -137,27 +182,33 @@ def local_steps(whole: Tensor, param: Tensor, grad: Tensor, exp_avg: Tensor, noi
         param, grad: what this rank holds of it, contiguous.
         exp_avg: its momentum: an ``OptimState8bit`` whose blocks are held whole, or a float tensor, or of such the
             local part.
+        residual: the master weights', sharded like the parameter; None if there are none.
         noisy: whether weights are rounded stochastically, so that the position matters.
     """
     if not shards.is_dtensor(whole):
-        yield LocalStep(param, grad, exp_avg, None)
+        yield LocalStep(param, grad, exp_avg, residual, None)
         return
+    residual = None if residual is None else shards.to_local(residual)
     exp_avg = exp_avg.local_rows() if isinstance(exp_avg, BlockwiseTensor) else shards.to_local(exp_avg)
     pieces = shards.shard_of(whole).pieces
     if pieces and not noisy:
-        yield LocalStep(param.view(exp_avg.shape), grad.view(exp_avg.shape), exp_avg, None)
+        weights, gradients, fine = _shaped_like(exp_avg, param, grad, residual)
+        yield LocalStep(weights, gradients, exp_avg, fine, None)
         return
     start = 0
     for piece in pieces:
         end = start + piece.rows * piece.length
         state = exp_avg if len(pieces) == 1 else _slice(exp_avg, start, end)
-        weights, gradients = (x.view(-1)[start:end].view(state.shape) for x in (param, grad))
-        yield LocalStep(weights, gradients, state, piece.position())
+        parts = [x if x is None else x.view(-1)[start:end] for x in (param, grad, residual)]
+        weights, gradients, fine = _shaped_like(state, *parts)
+        yield LocalStep(weights, gradients, state, fine, piece.position())
         start = end
 
 
-def one_run(param: Any, grad: Any, exp_avg: Any) -> tuple[Tensor, Tensor, Tensor, int] | None:
-    """What this rank holds of a DTensor, its gradient and momentum, if it lies in one run of whole blocks.
+def one_run(
+    param: Any, grad: Any, exp_avg: Any, residual: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int] | None:
+    """What this rank holds of a DTensor, its gradient, momentum and residual, if it lies in one run of whole blocks.
 
     Returns:
         Plain tensors of one shape, in the same memory, and the index of their first element in the whole parameter.
@@ -173,7 +224,12 @@ def one_run(param: Any, grad: Any, exp_avg: Any) -> tuple[Tensor, Tensor, Tensor
     if not values.is_contiguous() or not gradient.is_contiguous():
         return None
     state = exp_avg.local_rows() if is_quantized else shards.to_local(exp_avg)
-    return values.view(state.shape), gradient.view(state.shape), state, pieces[0].first if pieces else 0
+    values, gradient, residual = _shaped_like(state, values, gradient, shards.to_local(residual))
+    return values, gradient, state, residual, pieces[0].first if pieces else 0
+
+
+def _shaped_like(state: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(x if x is None else x.view(state.shape) for x in tensors)
 
 
 def _slice(exp_avg: Tensor, start: int, end: int) -> Tensor:

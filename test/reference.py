@@ -1,5 +1,6 @@
-"""The reference that every optimizer test is held to, written from the paper; it imports nothing of the package."""
+"""The references that every optimizer test is held to, written from the paper; nothing of the package is imported."""
 
+import torch
 from torch import Tensor
 
 
@@ -15,3 +16,17 @@ def lion_reference(
     new_p = p - lr * (update + weight_decay * p)
     new_m = beta2 * m + (1 - beta2) * g
     return new_p, new_m
+
+
+def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64: the distance of neighbours in ``dtype`` around each element of ``x``, were its exponents unlimited."""
+    significant, smallest = {torch.bfloat16: (8, -126), torch.float16: (11, -14)}[dtype]
+    _, exponent = torch.frexp(x.double())
+    exponent = (exponent - 1).clamp(min=smallest)
+    return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - (significant - 1))
+
+
+def nearest_weight(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64: ``x`` rounded to the nearest of ``dtype``, ties away from zero, were its exponents unlimited."""
+    distance = ulp(x, dtype)
+    return torch.copysign((x.double().abs() / distance + 0.5).floor() * distance, x.double())

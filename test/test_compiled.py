@@ -95,11 +95,12 @@ def train(optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> torch
 
 
 def bits(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Weights, and momentum as it is stored."""
+    """Weights, momentum as it is stored, and residuals."""
     tensors = []
     for p in all_parameters(optimizer):
         exp_avg = optimizer.state[p]["exp_avg"]
         parts = [exp_avg.codes, exp_avg.scale] if isinstance(exp_avg, OptimState8bit) else [exp_avg]
+        parts += [value for key, value in optimizer.state[p].items() if key == "master_residual"]
         tensors += [t.detach().cpu().view(_AS_INTEGERS[t.dtype]) for t in (p, *parts)]
     return tensors
 
@@ -138,6 +139,25 @@ def test_eager_equals_compiled_in_every_bit(dtype: torch.dtype, device: str) -> 
     with eager():
         expected = train(make(parameters(shapes, dtype, device)), 100)
     assert_same_bits(train(make(parameters(shapes, dtype, device)), 100), expected)
+
+
+@pytest.mark.parametrize(("master_weight_bits", "stochastic_rounding"), [(24, True), (24, False), (32, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_eager_equals_compiled_with_master_weights(
+    dtype: torch.dtype, master_weight_bits: int, stochastic_rounding: bool, device: str
+) -> None:
+    options = {"master_weight_bits": master_weight_bits, "stochastic_rounding": stochastic_rounding}
+    shapes = [*ALIGNED, *RAGGED, *FLAT, *EMPTY]
+    optimizers = [make(parameters(shapes, dtype, device), **options) for _ in range(2)]
+    for optimizer in optimizers:  # float16's own spacing changes at 2**-14
+        for p in all_parameters(optimizer):
+            p.data *= 10 ** -torch.linspace(0, 8, p.numel(), device=device).view(p.shape).to(p.dtype)
+    with eager():
+        train(optimizers[0], 20)
+    before = graphs()
+    train(optimizers[1], 20)
+    assert graphs() - before <= 3, "as many as without"
+    assert_same_bits(*optimizers)
 
 
 @pytest.mark.parametrize("options", [{"maximize": True}, {"decouple_lr": True}, {"stochastic_rounding": False}])
@@ -268,9 +288,11 @@ def test_a_gradient_of_another_dtype_compiles(device: str) -> None:
 def test_one_step_is_one_kernel(device: str) -> None:
     """Decode, update, round and encode are fused: no decoded momentum is ever written to memory."""
     lines = []
-    kinds = zip(("aligned", "ragged", "unquantised"), ONE_OF_EACH, strict=True)
-    for dtype, (name, shape) in [(torch.float32, ("aligned", ONE_OF_EACH[0])), *((torch.bfloat16, k) for k in kinds)]:
-        optimizer = make(parameters([shape], dtype, device))
+    kinds = list(zip(("aligned", "ragged", "unquantised"), ONE_OF_EACH, strict=True))
+    cases = [(torch.float32, *kinds[0], None), *((torch.bfloat16, *kind, None) for kind in kinds)]
+    cases += [(torch.bfloat16, f"aligned, {bits} bits", ONE_OF_EACH[0], bits) for bits in (24, 32)]
+    for dtype, name, shape, master_weight_bits in cases:
+        optimizer = make(parameters([shape], dtype, device), master_weight_bits=master_weight_bits)
         set_grads(optimizer, 0)
         with torch._inductor.config.patch(fx_graph_cache=False):
             _, sources = run_and_get_code(optimizer.step)
@@ -282,7 +304,9 @@ def test_one_step_is_one_kernel(device: str) -> None:
 float32 aligned: [1]
 bfloat16 aligned: [1]
 bfloat16 ragged: [1]
-bfloat16 unquantised: [1]""",
+bfloat16 unquantised: [1]
+bfloat16 aligned, 24 bits: [1]
+bfloat16 aligned, 32 bits: [1]""",
     )
 
 

@@ -11,7 +11,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = "lowbit_optim"
 # A module imports from the layers to its left alone. What is not named here builds on the finished optimizer.
-LAYERS = ["codec", "shards", "subclasses", "sharding", "compiled", "options", "checkpoint", "optimizer", "lion"]
+LAYERS = [
+    "codec",
+    "shards",
+    "subclasses",
+    "sharding",
+    "weights",
+    "compiled",
+    "options",
+    "checkpoint",
+    "offload",
+    "optimizer",
+    "lion",
+]
 ONLY_WHERE_USED = ["fused", "int8_training"]
 MODULES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / PACKAGE).rglob("*.py"))
 

@@ -115,21 +115,14 @@ def candidates(architecture: str) -> list[Any]:
         tiles = [(128, 256, 64, 3, 8), (128, 128, 64, 3, 8), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4),
                  (128, 64, 64, 4, 4), (64, 256, 64, 4, 8), (128, 128, 128, 3, 8), (64, 64, 128, 4, 4)]  # fmt: skip
         return [MatmulConfig(*tile, descriptors=False) for tile in tiles]
-    best = 128, 256, 128, 3, 8
-    large = [best, (128, 256, 128, 4, 8), (256, 128, 128, 3, 8), (128, 256, 64, 6, 8)]
+    large = [(128, 256, 128, 3, 8), (128, 256, 128, 4, 8), (256, 128, 128, 3, 8)]
     two_fit = [(128, 128, 128, 3, 4), (128, 64, 128, 4, 4), (64, 128, 128, 4, 4)]
-    chosen = [
+    return [
         *(MatmulConfig(*tile, resident=resident) for tile in large for resident in (0, 1)),
-        *(MatmulConfig(*tile, resident=resident) for tile in two_fit for resident in (0, 2)),
-        MatmulConfig(*best, halves=False),
-        MatmulConfig(*best, group_m=16),
+        *(MatmulConfig(*tile, resident=2, parts=parts) for tile in two_fit for parts in (1, 2, 4)),
+        *(MatmulConfig(*tile, parts=parts) for tile in two_fit for parts in (2, 4)),
+        *(MatmulConfig(*two_fit[0], resident=2, parts=4, group_m=group_m) for group_m in (4, 16)),
     ]
-    if architecture == "sm90":
-        large.append((256, 128, 128, 4, 8))
-        chosen += [MatmulConfig(*tile, resident=1, pipelined=True) for tile in large]
-        chosen += [MatmulConfig(*tile, resident=2, pipelined=True) for tile in two_fit]
-        chosen += [MatmulConfig(*best, group_m=group_m, resident=1, pipelined=True) for group_m in (4, 16)]
-    return chosen
 
 
 def tune(shapes: list[Shape], device: torch.device) -> Iterator[dict[str, Any]]:
@@ -185,9 +178,8 @@ def _text(config: Any) -> str:
     for name, default in (
         ("group_m", 8),
         ("descriptors", True),
-        ("halves", True),
+        ("parts", 2),
         ("resident", 0),
-        ("pipelined", False),
     ):
         if (value := getattr(config, name)) != default:
             text += f", {name}={value}"

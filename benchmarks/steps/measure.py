@@ -29,6 +29,7 @@ _TIMED_STEPS = 20
 _PROFILED_STEPS = 3
 _BACK_TO_BACK_SECONDS = 1.0
 _COPIED_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}
+_LINK_BYTES = 1 << 29
 _CACHE_BYTES = 1 << 28  # more than the last-level cache of any GPU there is
 
 
@@ -88,7 +89,8 @@ def _call(function: Callable[..., dict[str, Any]], args: Iterable[Any]) -> dict[
 
 
 def measure_device(device_name: str) -> dict[str, Any]:
-    """Name of the device and bytes a second, read plus written, of a copy from its memory to its memory."""
+    """Name of the device, bytes a second, read plus written, of a copy from its memory to its memory, and of the link
+    to pinned host memory, both ways at once; None on CPUs."""
     device = _use(device_name)
     source = torch.randn(_COPIED_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
@@ -96,7 +98,27 @@ def measure_device(device_name: str) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {os.cpu_count()} cores",
         "copy_bytes_per_s": 2 * source.nbytes / statistics.median(seconds for seconds, _ in times[_WARM_UP_STEPS:]),
+        "link_bytes_per_s": _link_bytes_per_s(device) if device.type == "cuda" else None,
     }
+
+
+def _link_bytes_per_s(device: torch.device) -> float:
+    """Of one direction while both are in use, as they are where state comes and goes."""
+    on_device = [torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.zeros(_LINK_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    upload, download = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def both() -> None:
+        for stream in (upload, download):
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(upload):
+            on_device[0].copy_(on_host[0], non_blocking=True)
+        with torch.cuda.stream(download):
+            on_host[1].copy_(on_device[1], non_blocking=True)
+        for stream in (upload, download):
+            torch.cuda.current_stream().wait_stream(stream)
+
+    return _LINK_BYTES / statistics.median(seconds for seconds, _ in _time(both, device)[_WARM_UP_STEPS:])
 
 
 def measure_step(case: Case) -> dict[str, Any]:

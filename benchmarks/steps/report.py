@@ -22,6 +22,7 @@ _COLUMNS: dict[str, tuple[str, str]] = {
     "temporary_mb": ("temporary MB", ".2f"),
     "kernels": ("kernels", "d"),
     "percent_of_copy": ("% of copy", ".1f"),
+    "percent_of_link": ("% of link", ".1f"),
     "step_ratio": ("step ×", ".2f"),
     "gpu_busy_ratio": ("busy ×", ".2f"),
     "error": ("", ".120"),

@@ -7,6 +7,7 @@ A program steps ``ROWS`` blocks of one tensor, which it looks up in the table by
 tensor to the next comes from there, so that one compiled kernel serves any model.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -14,7 +15,7 @@ from lowbit_optim import codec
 
 # The table, int64: the address of each gradient; these fields of each tensor, sizes in elements; the first program of
 # each tensor; for each PROGRAMS_PER_BUCKET programs the tensor of the first of them; the last tensor.
-FIELDS = ("kind", "param", "exp_avg", "scale", "numel", "row_length", "noise_key", "first_element")
+FIELDS = ("kind", "param", "exp_avg", "scale", "numel", "row_length", "noise_key", "first_element", "residual")
 N_FIELDS = tl.constexpr(len(FIELDS))
 PROGRAMS_PER_BUCKET = tl.constexpr(4096)
 
@@ -43,6 +44,12 @@ _BELOW_HALF_SCALE = tl.constexpr((1 << (codec.SCALE_SHIFT - 1)) - 1)
 _SCALE_MASK = tl.constexpr(-(1 << codec.SCALE_SHIFT))
 _FIRST_CODE_BITS = tl.constexpr(codec.ONE_BITS - (1 << (codec.CODE_SHIFT - 1)))
 _MAX_FLOAT16 = tl.constexpr(65504.0)
+_FIRST_NORMAL = tl.constexpr(codec.FIRST_NORMAL)
+_FIRST_NORMAL_BITS = tl.constexpr(codec.FIRST_NORMAL_BITS)
+_ONE_EXPONENT = tl.constexpr(codec.ONE_EXPONENT)
+_MAX_BFLOAT16_24 = tl.constexpr(codec.MAX_MASTER[torch.bfloat16, 24])
+_MAX_FLOAT16_24 = tl.constexpr(codec.MAX_MASTER[torch.float16, 24])
+_MAX_FLOAT16_32 = tl.constexpr(codec.MAX_MASTER[torch.float16, 32])
 
 
 @triton.jit(do_not_specialize=["n_tensors", "step"])
@@ -64,6 +71,7 @@ def lion_kernel(
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    RESIDUAL_BITS: tl.constexpr,  # of master weights: 8 or 16, or 0 if there are none
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,  # BLOCK, or the next power of 2
     ROWS: tl.constexpr,
@@ -104,6 +112,7 @@ def lion_kernel(
                     PARAM,
                     GRAD,
                     STOCHASTIC,
+                    RESIDUAL_BITS,
                     BLOCK if candidate & 1 else WIDTH,
                     WIDTH,
                     UNEVEN_ROWS if candidate & 2 else ROWS,
@@ -139,6 +148,7 @@ def _step_blocks(
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    RESIDUAL_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -151,6 +161,9 @@ def _step_blocks(
     grad_ptr = tl.load(grad).to(tl.pointer_type(GRAD))
     exp_avg_ptr = tl.load(fields + 2).to(tl.pointer_type(tl.int8 if QUANTIZED else tl.float32))
     scale_ptr = tl.load(fields + 3).to(tl.pointer_type(tl.int16)) + first_block
+    residual_ptr = None
+    if RESIDUAL_BITS:
+        residual_ptr = tl.load(fields + 8).to(tl.pointer_type(tl.int8 if RESIDUAL_BITS == 8 else tl.int16))
     numel = tl.load(fields + 4)
     if found_inf is not None:
         numel = tl.where(tl.load(found_inf) == 0, numel, 0)
@@ -181,6 +194,8 @@ def _step_blocks(
         param_ptr += first
         grad_ptr += first
         exp_avg_ptr += first
+        if RESIDUAL_BITS:
+            residual_ptr += first
     else:
         first = first_block * WIDTH
         param_ptr = tl.multiple_of(param_ptr, 16) + first
@@ -188,6 +203,8 @@ def _step_blocks(
         # codes are aligned to 16, too, but then a thread would have 16 elements, and bfloat16 weights would be
         # exchanged among threads before they are stored
         exp_avg_ptr = tl.multiple_of(exp_avg_ptr, 8 if QUANTIZED else 16) + first
+        if RESIDUAL_BITS:
+            residual_ptr = tl.multiple_of(residual_ptr, RESIDUAL_BITS) + first
         # says to the compiler that a load of 16 elements is wholly inside or wholly outside
         remaining = tl.minimum(tl.maximum(numel - first, 0), ROWS * WIDTH).to(tl.int32) // 16 * 16
         offset = rows[:, None] * WIDTH + lanes
@@ -202,32 +219,50 @@ def _step_blocks(
 
     # volatile keeps these loads together: the compiler would put the weights' after the momentum's arithmetic, and a
     # program would wait for memory twice
-    p = tl.load(param_ptr + offset, mask, other=0.0, volatile=True).to(tl.float32)
+    p = tl.load(param_ptr + offset, mask, other=0.0, volatile=True)
+    if RESIDUAL_BITS:
+        residual = tl.load(residual_ptr + offset, mask, other=0, volatile=True)
     g = tl.load(grad_ptr + offset, mask, other=0.0, volatile=True).to(tl.float32)
     if inverse_grad_scale is not None:
         g = g * tl.load(inverse_grad_scale)
     m = tl.load(exp_avg_ptr + offset, mask, other=0, volatile=True)
     if QUANTIZED:
         m = _decode(m, tl.load(scale_ptr + rows, has_block, other=0))
+    if RESIDUAL_BITS:
+        p = _merge_weight(p, residual, PARAM, RESIDUAL_BITS)
+    else:
+        p = p.to(tl.float32)
 
     p = p - decay * p
     p = _minus_signed(p, lr, beta1 * m + grad_weight1 * g)
     m = beta2 * m
     m = tl.where(tl.abs(g) < float("inf"), m + grad_weight2 * g, m)
 
+    residual = None
+    noise = None
     if STOCHASTIC:
-        key = tl.load(fields + 6)
-        p = _stochastic_round(p, _rounding_noise(group, lane, key, step), PARAM)
+        noise = _rounding_noise(group, lane, tl.load(fields + 6), step)
+    if RESIDUAL_BITS:
+        p, residual = _split_weight(p, noise, PARAM, RESIDUAL_BITS)
+    elif STOCHASTIC:
+        p = _stochastic_round(p, noise, PARAM)
     if LR_MAY_BE_ZERO:
         if lr != 0.0:  # 0 * inf is NaN, and 0 + -0.0 is 0.0
-            tl.store(param_ptr + offset, p.to(PARAM), mask)
+            _store_weight(param_ptr, residual_ptr, offset, mask, p, residual)
     else:
-        tl.store(param_ptr + offset, p.to(PARAM), mask)
+        _store_weight(param_ptr, residual_ptr, offset, mask, p, residual)
     if QUANTIZED:
         scale = _scale_from_absmax(tl.max(tl.abs(m), axis=1))
         tl.store(scale_ptr + rows, (scale.to(tl.int32, bitcast=True) >> _SCALE_SHIFT).to(tl.int16), has_block)
         m = _encode(m, scale)
     tl.store(exp_avg_ptr + offset, m, mask)
+
+
+@triton.jit
+def _store_weight(param_ptr, residual_ptr, offset, mask, p, residual):
+    tl.store(param_ptr + offset, p.to(param_ptr.dtype.element_ty), mask)
+    if residual is not None:
+        tl.store(residual_ptr + offset, residual, mask)
 
 
 @triton.jit
@@ -292,9 +327,74 @@ def _stochastic_round(x, noise, PARAM: tl.constexpr):
         bits = tl.minimum(x.to(tl.int32, bitcast=True), _NAN_BITS)
         return ((bits + noise) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
+        rounded = _from_ordinal((_ordinal(x, PARAM) + (noise >> 3)) & -0x2000, PARAM)
+        return tl.where(tl.abs(x) < _MAX_FLOAT16, rounded, x).to(PARAM)
+
+
+@triton.jit
+def _ordinal(x, PARAM: tl.constexpr):
+    bits = x.to(tl.int32, bitcast=True)
+    if PARAM == tl.float16:
         magnitude = tl.abs(x)
-        offset = tl.where(magnitude < 2.0**-14, 2.0**-14, 0.0)
-        bits = ((magnitude + offset).to(tl.int32, bitcast=True) + (noise >> 3)) & -0x2000
-        rounded = bits.to(tl.float32, bitcast=True) - offset
-        rounded = tl.where(x < 0.0, -rounded, rounded)
-        return tl.where(magnitude < _MAX_FLOAT16, rounded, x).to(PARAM)
+        shifted = (magnitude + _FIRST_NORMAL).to(tl.int32, bitcast=True) - _ONE_EXPONENT
+        shifted = tl.where(magnitude < _FIRST_NORMAL, shifted, magnitude.to(tl.int32, bitcast=True))
+        bits = shifted | (bits & _SIGN_BIT)
+    return bits
+
+
+@triton.jit
+def _from_ordinal(ordinal, PARAM: tl.constexpr):
+    if PARAM == tl.float16:
+        magnitude = ordinal & ~_SIGN_BIT
+        shifted = (magnitude + _ONE_EXPONENT).to(tl.float32, bitcast=True) - _FIRST_NORMAL
+        value = tl.where(magnitude < _FIRST_NORMAL_BITS, shifted, magnitude.to(tl.float32, bitcast=True))
+        ordinal = value.to(tl.int32, bitcast=True) | (ordinal & _SIGN_BIT)
+    return ordinal.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _merge_weight(weight, residual, PARAM: tl.constexpr, RESIDUAL_BITS: tl.constexpr):
+    CUT: tl.constexpr = 16 if PARAM == tl.bfloat16 else 13
+    ordinal = _ordinal(weight.to(tl.float32), PARAM)
+    if RESIDUAL_BITS == 8:
+        merged = ordinal + (residual.to(tl.int32) << (CUT - 8))
+    else:
+        merged = ordinal + (residual.to(tl.int32) >> (16 - CUT))
+    return _from_ordinal(tl.where((merged ^ ordinal) < 0, ordinal, merged), PARAM)
+
+
+@triton.jit
+def _split_weight(x, noise, PARAM: tl.constexpr, RESIDUAL_BITS: tl.constexpr):
+    if PARAM == tl.bfloat16:
+        return _split_bfloat16(x, noise, RESIDUAL_BITS)
+    else:
+        return _split_float16(x, noise, RESIDUAL_BITS)
+
+
+@triton.jit
+def _split_bfloat16(x, noise, RESIDUAL_BITS: tl.constexpr):
+    """The residual is the lower half of the bits, or the upper byte of that, which the nearest upper half leaves."""
+    bits = tl.minimum(x.to(tl.int32, bitcast=True), _NAN_BITS)
+    if RESIDUAL_BITS == 8:
+        rounded = bits + (128 if noise is None else noise >> 8)
+        bits = tl.where(tl.abs(x) <= _MAX_BFLOAT16_24, rounded, bits) & -256
+        residual = (bits >> 8).to(tl.int8)
+    else:
+        residual = bits.to(tl.int16)
+    return ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), residual
+
+
+@triton.jit
+def _split_float16(x, noise, RESIDUAL_BITS: tl.constexpr):
+    limit: tl.constexpr = _MAX_FLOAT16_24 if RESIDUAL_BITS == 8 else _MAX_FLOAT16_32
+    finite = tl.minimum(tl.maximum(x, -limit), limit)
+    ordinal = _ordinal(tl.where(tl.abs(x) < float("inf"), finite, x), tl.float16)
+    ordinal = tl.where(x == x, ordinal, _NAN_BITS)
+    if RESIDUAL_BITS == 8:
+        ordinal = (ordinal + (16 if noise is None else noise >> 11)) & -32
+    nearest = (ordinal + 0x1000) & -0x2000
+    if RESIDUAL_BITS == 8:
+        residual = ((ordinal - nearest) >> 5).to(tl.int8)
+    else:
+        residual = ((ordinal - nearest) << 3).to(tl.int16)
+    return _from_ordinal(nearest, tl.float16).to(tl.float16), residual

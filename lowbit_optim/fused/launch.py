@@ -1,16 +1,18 @@
 """The host's side of the fused step: which tensors share a launch, and the table in which the kernel finds them."""
 
-import operator
+import weakref
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from lowbit_optim import codec
 from lowbit_optim.fused.kernel import PROGRAMS_PER_BUCKET, QUANTIZED, UNEVEN, lion_kernel
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 _PROGRAM_NUMEL = 512
 _WARPS = 1  # then no thread waits for another warp's share of a block's maximum
 _ALIGNMENT = 16  # bytes of the widest load, and elements of one of codes
-_shape = operator.attrgetter("shape")
+Options = tuple[int, int, bool, int | None]
 _TRITON_DTYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -36,42 +38,45 @@ class FusedLion:
 
     What is launched is planned once for tensors that stay where they are; gradients may move from step to step. For
     ``updates`` see :class:`lowbit_optim.optimizer.Updates`; parameters and gradients are plain and contiguous.
-    ``options`` are the group's block size (unquantised momentum is stepped in blocks, too), the seed, and whether to
-    round 16-bit weights stochastically.
+    ``options`` are the group's block size (unquantised momentum is stepped in blocks, too), the seed, whether to round
+    16-bit weights stochastically, and the bits of its master weights, if it has any.
     """
 
     def __init__(self) -> None:
+        self._layouts = _Layouts([])
+        self._states = _States([])
         self._key: list[Any] = []
-        self._shapes: list[torch.Size] = []
         self._grads: list[int] = []
         self._launches: list[_Launch] = []
 
-    def takes(self, updates: "Updates", options: tuple[int, int, bool]) -> bool:
+    def takes(self, updates: "Updates", options: Options) -> bool:
         """Whether these are the tensors of the plan; only gradients may be elsewhere, which it takes note of."""
+        if not self._layouts.are_those_of([*updates.params, *updates.grads, *_residuals(updates, options)]):
+            return False
         self._grads = list(map(Tensor.data_ptr, updates.grads))
-        return self._key == _key(updates, options, self._grads) and all(
-            map(operator.eq, map(_shape, updates.params), self._shapes)
-        )
+        return self._key == _key(updates, options, self._grads) and self._states.are(updates.exp_avgs)
 
-    def plan(self, updates: "Updates", options: tuple[int, int, bool]) -> None:
+    def plan(self, updates: "Updates", options: Options) -> None:
         """Raises RuntimeError if the state or the gradient of a parameter does not fit it."""
-        block_size, seed, stochastic_rounding = options
+        block_size, seed, stochastic_rounding, _ = options
         launches: dict[tuple[Any, ...], _Launch] = {}
-        for number, (param, grad, exp_avg, index, first) in enumerate(zip(*updates, strict=True)):
-            _check(param, grad, exp_avg)
+        for number, (param, grad, exp_avg, residual, index, first) in enumerate(zip(*updates, strict=True)):
+            _check(param, grad, exp_avg, residual)
             if param.numel() == 0:
                 continue
             block = block_size
             if isinstance(exp_avg, BlockwiseTensor):
                 block = _own_block_size(param.shape, exp_avg.block_size)
-            kind = (param.device, param.dtype, grad.dtype, block, stochastic_rounding)
+            residual_bits = 0 if residual is None else 8 * residual.element_size()
+            kind = (param.device, param.dtype, grad.dtype, block, stochastic_rounding, residual_bits)
             if kind not in launches:
                 launches[kind] = _Launch(*kind)
-            launches[kind].add(number, param, grad, exp_avg, codec.noise_key(seed, index), first)
+            launches[kind].add(number, param, grad, exp_avg, residual, codec.noise_key(seed, index), first)
         self._launches = list(launches.values())
+        self._layouts = _Layouts([*updates.params, *updates.grads, *_residuals(updates, options)])
+        self._states = _States(updates.exp_avgs)
         self._grads = list(map(Tensor.data_ptr, updates.grads))
         self._key = _key(updates, options, self._grads)
-        self._shapes = [param.shape for param in updates.params]
 
     def run(
         self,
@@ -92,20 +97,67 @@ class FusedLion:
             launch.run(self._grads, scalars, step, inverse_grad_scale, found_inf)
 
 
-def _key(updates: "Updates", options: tuple[int, int, bool], grads: list[int]) -> list[Any]:
-    """All that a plan is made from but shapes. Making it is most of what a step costs the host."""
-    plain = [exp_avg for exp_avg in updates.exp_avgs if type(exp_avg) is Tensor]
-    quantized: list[Any] = [exp_avg for exp_avg in updates.exp_avgs if type(exp_avg) is not Tensor]
+class _Layouts:
+    """Types, devices, dtypes, shapes and strides of tensors, compared by what Dynamo has for its graphs.
+
+    In Python, a look at each of these costs as much as all else that a step does for a tensor.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._count = len(tensors)
+        sizes: list[Any] = [list(x.shape) for x in tensors]
+        strides: list[Any] = [list(x.stride()) for x in tensors]
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+    def are_those_of(self, tensors: list[Tensor]) -> bool:
+        return len(tensors) == self._count and self._guards.check(*tensors)
+
+
+class _States:
+    """Momentum, recognised without looking into what is quantised: that would be a third of a step's host time."""
+
+    def __init__(self, exp_avgs: list[Tensor]) -> None:
+        self._ids = list(map(id, exp_avgs))
+        self._is_float = [not isinstance(exp_avg, BlockwiseTensor) for exp_avg in exp_avgs]
+        self._floats = self._float_addresses(exp_avgs)
+        self._addresses = list(map(_addresses, exp_avgs))
+        self._watches = [weakref.ref(x, self._forget_ids) for exp_avg in exp_avgs for x in (exp_avg, *_parts(exp_avg))]
+
+    def _forget_ids(self, _: Any) -> None:
+        """One has been freed: another object may get its id."""
+        self._ids = [0]
+
+    def _float_addresses(self, exp_avgs: list[Tensor]) -> list[int]:
+        return list(map(Tensor.data_ptr, compress(exp_avgs, self._is_float)))
+
+    def are(self, exp_avgs: list[Tensor]) -> bool:
+        """Whether these are where the others were."""
+        if self._ids == list(map(id, exp_avgs)):  # but ``exp_avg.data`` can be replaced
+            return self._floats == self._float_addresses(exp_avgs)
+        return self._addresses == list(map(_addresses, exp_avgs))
+
+
+def _parts(exp_avg: Tensor) -> tuple[Tensor, ...]:
+    return (exp_avg.codes, exp_avg.scale) if isinstance(exp_avg, BlockwiseTensor) else ()
+
+
+def _addresses(exp_avg: Tensor) -> tuple[int, ...]:
+    if not isinstance(exp_avg, BlockwiseTensor):
+        return (exp_avg.data_ptr(),)
+    return exp_avg.codes.data_ptr(), exp_avg.scale.data_ptr(), exp_avg.block_size
+
+
+def _residuals(updates: "Updates", options: Options) -> list[Tensor]:
+    *_, master_weight_bits = options
+    return [residual for residual in updates.residuals if residual is not None] if master_weight_bits else []
+
+
+def _key(updates: "Updates", options: Options, grads: list[int]) -> list[Any]:
+    """What else a plan is made from. Gradients may move, by whole _ALIGNMENTs."""
     return [
-        *map(Tensor.data_ptr, plain),
-        *map(Tensor.data_ptr, [exp_avg.codes for exp_avg in quantized]),
-        *map(Tensor.data_ptr, [exp_avg.scale for exp_avg in quantized]),
-        *[exp_avg.block_size for exp_avg in quantized],
-        *map(Tensor.data_ptr, updates.params),
-        *[param.dtype for param in updates.params],
-        *map(Tensor.numel, updates.grads),
-        *[grad.dtype for grad in updates.grads],
-        *[address % _ALIGNMENT for address in grads],
+        list(map(Tensor.data_ptr, updates.params)),
+        list(map(Tensor.data_ptr, _residuals(updates, options))),
+        [address % _ALIGNMENT for address in grads],
         options,
         updates.indices,
         updates.firsts,
@@ -121,6 +173,7 @@ class _Launch:
     grad_dtype: torch.dtype
     block_size: int
     stochastic_rounding: bool
+    residual_bits: int
     members: list[int] = field(default_factory=list)
     fields: array = field(default_factory=lambda: array("q"))
     first_programs: array = field(default_factory=lambda: array("q"))
@@ -141,9 +194,19 @@ class _Launch:
         """Fewer, since their addresses take registers."""
         return max(1, self.rows // 4)
 
-    def add(self, number: int, param: Tensor, grad: Tensor, exp_avg: Tensor, noise_key: int, first: int) -> None:
+    def add(
+        self,
+        number: int,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        residual: Tensor | None,
+        noise_key: int,
+        first: int,
+    ) -> None:
         """A tensor with at least one element; ``number`` is its place among the gradients."""
-        kind, blocks, fields = _fields(param, grad, exp_avg, self.block_size)
+        fine = 0 if residual is None else residual.data_ptr()
+        kind, blocks, fields = _fields(param, grad, exp_avg, fine, self.block_size)
         if first % codec.NOISE_LANES:
             kind |= UNEVEN
             fields = (kind, *fields[1:])
@@ -152,7 +215,7 @@ class _Launch:
         n_buckets = -(-self.programs // PROGRAMS_PER_BUCKET.value)
         self.buckets.extend([len(self.members)] * (n_buckets - len(self.buckets)))
         self.members.append(number)
-        self.fields.extend((*fields, noise_key, first))
+        self.fields.extend((*fields, noise_key, first, fine))
         self.first_programs.append(first_program)
         self.kinds |= 1 << kind
 
@@ -178,7 +241,8 @@ class _Launch:
                 LR_MAY_BE_ZERO=isinstance(lr, Tensor) or lr == 0,
                 PARAM=_TRITON_DTYPES[self.param_dtype],
                 GRAD=_TRITON_DTYPES[self.grad_dtype],
-                STOCHASTIC=self.stochastic_rounding and self.param_dtype != torch.float32,
+                STOCHASTIC=self.stochastic_rounding and self.param_dtype != torch.float32 and self.residual_bits != 16,
+                RESIDUAL_BITS=self.residual_bits,
                 BLOCK=self.block_size,
                 WIDTH=self.width,
                 ROWS=self.rows,
@@ -205,7 +269,7 @@ class _Launch:
         return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
-def _check(param: Tensor, grad: Tensor, exp_avg: Tensor) -> None:
+def _check(param: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None) -> None:
     """The kernel would read and write wherever a tensor that does not fit points to."""
     if grad.shape != param.shape or grad.device != param.device:
         raise RuntimeError(
@@ -221,6 +285,8 @@ def _check(param: Tensor, grad: Tensor, exp_avg: Tensor) -> None:
     if isinstance(exp_avg, BlockwiseTensor):
         scale_shape = torch.Size(codec.scale_shape(param.shape, exp_avg.block_size))
         parts = [(exp_avg.codes, param.shape, torch.int8), (exp_avg.scale, scale_shape, codec.SCALE_DTYPE)]
+    if residual is not None:
+        parts.append((residual, param.shape, torch.int8 if residual.dtype == torch.int8 else torch.int16))
     for part, shape, dtype in parts:
         if part.device != param.device or part.shape != shape or part.dtype != dtype or not part.is_contiguous():
             raise RuntimeError(
@@ -237,8 +303,10 @@ def _own_block_size(shape: torch.Size, block_size: int) -> int:
     return row_length if row_length < block_size and is_even else block_size
 
 
-def _fields(param: Tensor, grad: Tensor, exp_avg: Tensor, block_size: int) -> tuple[int, int, tuple[int, ...]]:
-    """``kind, blocks`` and what the table has of a tensor, but for its noise key."""
+def _fields(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, residual: int, block_size: int
+) -> tuple[int, int, tuple[int, ...]]:
+    """``kind, blocks`` and what the table has of a tensor, up to its row length."""
     numel = row_length = param.numel()
     block = triton.next_power_of_2(block_size)
     state, scale, kind = exp_avg, 0, 0
@@ -246,7 +314,7 @@ def _fields(param: Tensor, grad: Tensor, exp_avg: Tensor, block_size: int) -> tu
         state, scale, kind = exp_avg.codes, exp_avg.scale.data_ptr(), QUANTIZED
         _, row_length = codec.row_layout(param.shape, block_size)
         block = block_size
-    addresses = param.data_ptr() | grad.data_ptr() | state.data_ptr()
+    addresses = param.data_ptr() | grad.data_ptr() | state.data_ptr() | residual
     whole = block if kind & QUANTIZED else _ALIGNMENT
     if addresses % _ALIGNMENT or row_length % whole or block != triton.next_power_of_2(block):
         kind |= UNEVEN

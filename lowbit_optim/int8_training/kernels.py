@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _WIDEST_ROW = 16384  # elements of a row that one program holds
@@ -38,6 +39,29 @@ def _on_the_tensors_device(launch: Callable[..., None]) -> Callable[..., None]:
             launch(x, *args, **kwargs)
 
     return launch_there
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], key: tuple[Any, ...], *args: Any, **options: Any) -> None:
+    """As ``kernel[grid](*args, **options)``, for a kernel and arguments that Triton compiles once for each ``key``.
+
+    It would find out what to specialise on anew each time, which takes the host three times as long as a launch.
+    """
+    if triton.knobs.runtime.interpret:
+        kernel[grid](*args, **options)
+        return
+    key = kernel, driver.active.get_current_device(), *key
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = _compiled[key] = kernel.warmup(*args, grid=grid, **options)
+    compiled[(*grid, 1, 1)[:3]](*args)
+
+
+def _is_aligned(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """What Triton specialises on in a tensor, its dtype apart."""
+    return tuple(x is not None and x.data_ptr() % 16 == 0 for x in tensors)
 
 
 # --- Quantisation ----------------------------------------------------------------------------------------------------
@@ -159,15 +183,18 @@ def quantize_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     rows, columns = x.shape
     block_columns = min(_WIDEST_ROW, triton.next_power_of_2(codes.shape[1]))
     block_rows = max(1, _WIDEST_ROW // 4 // block_columns)
-    rows_kernel[(triton.cdiv(rows, block_rows),)](
+    _launch(
+        rows_kernel,
+        (triton.cdiv(rows, block_rows),),
+        (x.dtype, *_is_aligned(x), columns, block_rows, block_columns),
         x,
         codes,
         scale,
         rows,
         columns,
         codes.shape[1] // 16,
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns,
+        block_rows,
+        block_columns,
         num_warps=8 if block_columns > 4096 else 4,
         enable_fp_fusion=False,
     )
@@ -183,19 +210,26 @@ def quantize_columns(
     bits = torch.zeros(columns + (rows if by_rows else 0), dtype=torch.int32, device=x.device)
     column_bits, row_bits = bits[:columns], bits[columns:]
     tiles = triton.cdiv(rows, _TILE_ROWS), triton.cdiv(columns, _TILE_COLUMNS)
-    absmax_kernel[(triton.cdiv(tiles[0], _TILES), tiles[1])](
+    key = (x.dtype, *_is_aligned(x, row_bits, column_bits), columns, by_rows, _TILE_ROWS, _TILE_COLUMNS)
+    _launch(
+        absmax_kernel,
+        (triton.cdiv(tiles[0], _TILES), tiles[1]),
+        (*key, _TILES),
         x,
         row_bits,
         column_bits,
         rows,
         columns,
-        BY_ROWS=by_rows,
-        BLOCK_ROWS=_TILE_ROWS,
-        BLOCK_COLUMNS=_TILE_COLUMNS,
-        TILES=_TILES,
+        by_rows,
+        _TILE_ROWS,
+        _TILE_COLUMNS,
+        _TILES,
         enable_fp_fusion=False,
     )
-    codes_kernel[tiles](
+    _launch(
+        codes_kernel,
+        tiles,
+        key,
         x,
         row_bits,
         column_bits,
@@ -207,9 +241,9 @@ def quantize_columns(
         columns,
         0 if row_codes is None else row_codes.shape[1] // 16,
         codes.shape[1] // 16,
-        BY_ROWS=by_rows,
-        BLOCK_ROWS=_TILE_ROWS,
-        BLOCK_COLUMNS=_TILE_COLUMNS,
+        by_rows,
+        _TILE_ROWS,
+        _TILE_COLUMNS,
         enable_fp_fusion=False,
     )
 
@@ -227,9 +261,8 @@ class MatmulConfig:
         warps: of 32 threads, that compute a tile.
         group_m: tiles, one below the other, that are computed in a row for the cache's sake.
         descriptors: load and store through tensor descriptors, from compute capability 9.0 on. The rest is for these.
-        halves: store a tile in two parts, which takes half the shared memory.
+        parts: 1, 2 or 4 that a tile is stored in, one after the other, which takes so much less shared memory.
         resident: programs on each multiprocessor, which go from tile to tile; 0 for one program a tile.
-        pipelined: the kernel in ``hopper.py``, which is for compute capability 9 alone and needs ``resident`` programs.
     """
 
     block_m: int
@@ -239,9 +272,8 @@ class MatmulConfig:
     warps: int
     group_m: int = 8
     descriptors: bool = True
-    halves: bool = True
+    parts: int = 2
     resident: int = 0
-    pipelined: bool = False
 
 
 @triton.jit
@@ -266,16 +298,28 @@ def _apply_scales(sums, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, m, n, HAS_BIAS
 @triton.jit
 def _store(
     out, sums, a_scale_ptr, b_scale_ptr, bias_ptr, first_i, first_j, m, n,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, OUT_DTYPE: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, OUT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    i = first_i + tl.arange(0, BLOCK_M)
-    j = first_j + tl.arange(0, BLOCK_N)
-    result = _apply_scales(sums, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, m, n, HAS_BIAS).to(OUT_DTYPE)
-    if BY_DESCRIPTOR:
-        out.store([first_i, first_j], result)
+    if PARTS > 1:
+        rows: tl.constexpr = sums.shape[0]
+        columns: tl.constexpr = sums.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(sums, (rows, 2, columns)), (0, 2, 1)))
+        _store(
+            out, left, a_scale_ptr, b_scale_ptr, bias_ptr, first_i, first_j, m, n,
+            PARTS // 2, HAS_BIAS, BY_DESCRIPTOR, OUT_DTYPE,
+        )  # fmt: skip
+        _store(
+            out, right, a_scale_ptr, b_scale_ptr, bias_ptr, first_i, first_j + columns, m, n,
+            PARTS // 2, HAS_BIAS, BY_DESCRIPTOR, OUT_DTYPE,
+        )  # fmt: skip
     else:
-        tl.store(out + i.to(tl.int64)[:, None] * n + j[None, :], result, mask=(i < m)[:, None] & (j < n)[None, :])
+        i = first_i + tl.arange(0, sums.shape[0])
+        j = first_j + tl.arange(0, sums.shape[1])
+        result = _apply_scales(sums, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, m, n, HAS_BIAS).to(OUT_DTYPE)
+        if BY_DESCRIPTOR:
+            out.store([first_i, first_j], result)
+        else:
+            tl.store(out + i.to(tl.int64)[:, None] * n + j[None, :], result, mask=(i < m)[:, None] & (j < n)[None, :])
 
 
 @triton.jit(do_not_specialize=["m", "k_16"])
@@ -283,7 +327,7 @@ def descriptor_kernel(
     a_desc, b_desc, out, a_scale_ptr, b_scale_ptr, bias_ptr, m, n, k_16,
     HAS_BIAS: tl.constexpr, BY_DESCRIPTOR: tl.constexpr, OUT_DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, HALVES: tl.constexpr, PROGRAMS: tl.constexpr,
+    GROUP_M: tl.constexpr, PARTS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """``out = (a @ b.T) * a_scale[:, None] * b_scale + bias``; every ``PROGRAMS``-th tile, 0 meaning one alone."""
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
@@ -298,21 +342,10 @@ def descriptor_kernel(
             a = a_desc.load([i, step * BLOCK_K])
             b = b_desc.load([j, step * BLOCK_K])
             sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
-        if HALVES:
-            left, right = tl.split(tl.permute(tl.reshape(sums, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-            _store(
-                out, left, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, m, n,
-                BLOCK_M, BLOCK_N // 2, HAS_BIAS, BY_DESCRIPTOR, OUT_DTYPE,
-            )  # fmt: skip
-            _store(
-                out, right, a_scale_ptr, b_scale_ptr, bias_ptr, i, j + BLOCK_N // 2, m, n,
-                BLOCK_M, BLOCK_N // 2, HAS_BIAS, BY_DESCRIPTOR, OUT_DTYPE,
-            )  # fmt: skip
-        else:
-            _store(
-                out, sums, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, m, n,
-                BLOCK_M, BLOCK_N, HAS_BIAS, BY_DESCRIPTOR, OUT_DTYPE,
-            )  # fmt: skip
+        _store(
+            out, sums, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, m, n,
+            PARTS, HAS_BIAS, BY_DESCRIPTOR, OUT_DTYPE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["m", "k_16"])
@@ -370,31 +403,29 @@ def scaled_matmul(
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     programs = config.resident * multiprocessors
     by_descriptor = config.descriptors and n * out.itemsize % 16 == 0
-    if config.pipelined and by_descriptor:
-        from . import hopper
-
-        hopper.scaled_matmul(a, b, a_scale, b_scale, bias, out, config, programs)
-        return
-    blocks = dict(
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-        num_stages=config.stages, num_warps=config.warps, enable_fp_fusion=False,
-    )  # fmt: skip
+    key = config, out.dtype, n, bias is None or bias.dtype, *_is_aligned(a_scale, b_scale, bias, out)
     rest = a_scale, b_scale, bias, m, n, k // 16, bias is not None
+    blocks = config.block_m, config.block_n, config.block_k, config.group_m
+    options = dict(num_stages=config.stages, num_warps=config.warps, enable_fp_fusion=False)
     dtype = _TRITON_DTYPES[out.dtype]
     if not config.descriptors:
-        pointer_kernel[(tiles,)](a, b, out, *rest, dtype, **blocks)
+        key = *key, *_is_aligned(a, b)
+        _launch(pointer_kernel, (tiles,), key, a, b, out, *rest, dtype, *blocks, **options)
         return
-    store_n = config.block_n // 2 if config.halves else config.block_n
-    descriptor_kernel[(min(programs, tiles) if programs else tiles,)](
+    _launch(
+        descriptor_kernel,
+        (min(programs, tiles) if programs else tiles,),
+        (*key, programs),
         _descriptor(a, config.block_m, config.block_k),
         _descriptor(b, config.block_n, config.block_k),
-        _descriptor(out, config.block_m, store_n) if by_descriptor else out,
+        _descriptor(out, config.block_m, config.block_n // config.parts) if by_descriptor else out,
         *rest,
         by_descriptor,
         dtype,
-        HALVES=config.halves,
-        PROGRAMS=programs,
-        **blocks,
+        *blocks,
+        config.parts,
+        programs,
+        **options,
     )
 
 

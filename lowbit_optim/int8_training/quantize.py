@@ -60,7 +60,8 @@ def _quantize_rows(x: Tensor) -> Quantized:
         codes, scale = _empty_rows(x)
         return codes.zero_(), scale.fill_(SMALLEST_SCALE)
     x = x.float()
-    scale = (x.abs().amax(1) / 127).clamp(min=SMALLEST_SCALE)
+    # torch would multiply by the reciprocal of a number of the host's
+    scale = (x.abs().amax(1) / torch.full((), 127.0, device=x.device)).clamp(min=SMALLEST_SCALE)
     codes = (x * (1.0 / scale)[:, None]).round_()
     codes = codes.masked_fill_(~scale.isfinite()[:, None], 0).to(torch.int8)
     return F.pad(codes, (0, -codes.shape[1] % ROW_MULTIPLE)), scale

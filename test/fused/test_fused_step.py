@@ -50,13 +50,16 @@ def bits(x: Tensor) -> Tensor:
     return x.detach().contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()]).cpu()
 
 
+def parts(state: dict[str, Tensor]) -> list[Tensor]:
+    exp_avg = state["exp_avg"]
+    momentum = [exp_avg.codes, exp_avg.scale] if isinstance(exp_avg, OptimState8bit) else [exp_avg]
+    return momentum + [value for key, value in state.items() if key == "master_residual"]
+
+
 def assert_equal(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> None:
     for p, q in zip(all_parameters(a), all_parameters(b), strict=True):
         assert torch.equal(bits(p), bits(q)), tuple(p.shape)
-        m, n = (optimizer.state[x]["exp_avg"] for optimizer, x in ((a, p), (b, q)))
-        for part, other in zip(
-            *([m.codes, m.scale] if isinstance(m, OptimState8bit) else [m] for m in (m, n)), strict=True
-        ):
+        for part, other in zip(parts(a.state[p]), parts(b.state[q]), strict=True):
             assert torch.equal(bits(part), bits(other)), tuple(p.shape)
     assert [int(group["step"]) for group in a.param_groups] == [int(group["step"]) for group in b.param_groups]
 
@@ -75,6 +78,9 @@ def was_fused(optimizer: Lion8bit) -> bool:
         {"quantize": False},
         {"block_size": 32, "betas": (0.95, 0.98)},
         {"lr": torch.tensor(1e-2), "seed": 7},
+        {"master_weight_bits": 24},
+        {"master_weight_bits": 24, "stochastic_rounding": False},
+        {"master_weight_bits": 32, "quantize": False},
     ],
     ids=str,
 )
@@ -91,9 +97,10 @@ def test_the_fused_step_changes_no_bit(fused_device: str, options: dict[str, Any
     assert_equal(fused, plain)
 
 
+@pytest.mark.parametrize("master_weight_bits", [None, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes(fused_device: str, dtype: torch.dtype) -> None:
-    fused, plain = pair(fused_device, dtype)
+def test_other_dtypes(fused_device: str, dtype: torch.dtype, master_weight_bits: int | None) -> None:
+    fused, plain = pair(fused_device, dtype, master_weight_bits=master_weight_bits)
     for optimizer in (fused, plain):
         for step in range(STEPS):
             set_grads(optimizer, step)
@@ -101,9 +108,10 @@ def test_other_dtypes(fused_device: str, dtype: torch.dtype) -> None:
     assert_equal(fused, plain)
 
 
-def test_parameters_come_go_and_move(fused_device: str) -> None:
+@pytest.mark.parametrize("master_weight_bits", [None, 24])
+def test_parameters_come_go_and_move(fused_device: str, master_weight_bits: int | None) -> None:
     """Frozen, unfrozen, without a gradient, swapped, added, loaded: no step uses what a former one knew."""
-    fused, plain = pair(fused_device)
+    fused, plain = pair(fused_device, master_weight_bits=master_weight_bits)
     for optimizer in (fused, plain):
         params = all_parameters(optimizer)
         for step in range(12):
@@ -118,7 +126,7 @@ def test_parameters_come_go_and_move(fused_device: str) -> None:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             if step == 9:
                 state = optimizer.state[params[8]]
-                state["exp_avg"] = state["exp_avg"].clone()
+                state.update({key: value.clone() for key, value in state.items()})
             set_grads(optimizer, step, skip=frozenset({2}) if step == 3 else frozenset())
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)

@@ -1,6 +1,7 @@
 """The kernel equals the ordinary-looking step in every bit."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -63,11 +64,26 @@ def gradients(params: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return grads
 
 
-def reference(params: list[Tensor], grads: list[Tensor], states: list[Tensor], step: int, rounding: bool) -> None:
+def reference(
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[Tensor],
+    step: int,
+    rounding: bool,
+    residuals: list[Tensor] | None = None,
+) -> None:
     scalars = [torch.tensor(value, dtype=torch.float32) for value in SCALARS]
     for i, (p, g, m) in enumerate(zip(params, grads, states, strict=True)):
         noise = (torch.tensor(codec.noise_key(0, i)), torch.tensor(step))
-        lion_update(p, g, m, *scalars, *(noise if rounding and p.dtype != torch.float32 else (None, None)))
+        noise = noise if rounding and p.dtype != torch.float32 else (None, None)
+        lion_update(p, g, m, *scalars, *noise, master_residual=residuals[i] if residuals else None)
+
+
+def residuals_of(params: list[Tensor], bits: int) -> list[Tensor]:
+    """Anything that fits."""
+    dtype = codec.RESIDUAL_DTYPES[bits]
+    limits = torch.iinfo(dtype)
+    return [torch.randint(limits.min, limits.max + 1, p.shape, device=DEVICE).to(dtype) for p in params]
 
 
 def rounds_like_a_gpu(dtype: torch.dtype, rounding: bool) -> bool:
@@ -96,10 +112,12 @@ class Fused:
         inverse_grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         firsts: list[int] | None = None,
+        residuals: list[Tensor] | None = None,
     ) -> None:
         n = len(params)
-        updates = Updates(params, grads, states, list(range(n)), [0] * n if firsts is None else firsts)
-        options = (block_size, 0, rounding)
+        fine = [None] * n if residuals is None else residuals
+        updates = Updates(params, grads, states, fine, list(range(n)), [0] * n if firsts is None else firsts)
+        options = (block_size, 0, rounding, None if residuals is None else 24)
         if not self.step.takes(updates, options):
             self.step.plan(updates, options)
             self.plans += 1
@@ -134,6 +152,77 @@ def test_gradients_of_another_dtype(dtype: torch.dtype, grad_dtype: torch.dtype)
     Fused()(params, grads, states, 1)
     reference(expected, grads, expected_states, 1, True)
     assert_same_bits(params + states, expected + expected_states)
+
+
+@pytest.mark.parametrize(("bits", "rounding"), [(24, True), (24, False), (32, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_master_weights(dtype: torch.dtype, bits: int, rounding: bool) -> None:
+    """Of all magnitudes, the largest and what is not finite included."""
+    params, states = make(SHAPES, dtype)
+    for p in params:
+        p *= 2.0 ** torch.randint(-30, 8, p.shape, device=DEVICE)
+    special = torch.tensor(
+        [0.0, -0.0, math.inf, -math.inf, torch.finfo(dtype).max, torch.finfo(dtype).tiny], dtype=dtype
+    )
+    params[1][0, :6] = special
+    residuals = residuals_of(params, bits)
+    residuals[1][0, 2:4] = 0
+    expected, expected_states, expected_residuals = copies(params), copies(states), copies(residuals)
+    fused = Fused()
+    for step in range(1, 101 if ON_GPU else 3):
+        grads = gradients(params, dtype)
+        fused(params, grads, states, step, rounding, residuals=residuals)
+        reference(expected, grads, expected_states, step, rounding, expected_residuals)
+    assert torch.equal(params[1].isnan().nonzero(), torch.tensor([[0, 2], [0, 3]], device=DEVICE)), "inf - 0.001 * inf"
+    for weights in (params, expected):
+        weights[1].nan_to_num_(7)
+    assert_same_bits(params + residuals, expected + expected_residuals)
+    assert_same_bits(states, expected_states)
+
+
+@pytest.mark.parametrize("bits", [24, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_that_is_not_a_number_stays_so(dtype: torch.dtype, bits: int) -> None:
+    params, states = make([(3, 128)], dtype)
+    residuals = residuals_of(params, bits)
+    params[0][0, 5] = math.nan
+    for step in range(1, 4):
+        Fused()(params, gradients(params, dtype), states, step, residuals=residuals)
+        assert torch.equal(params[0].isnan().nonzero(), torch.tensor([[0, 5]], device=DEVICE))
+
+
+def test_only_some_have_residuals() -> None:
+    """Each kind in a launch of its own, and without a residual as if no other had one."""
+    params, states = make([(3, 128), (17, 75), (100,), (6, 128)], torch.bfloat16)
+    residuals = [None, *residuals_of(params[1:3], 24), None]
+    expected, expected_states, expected_residuals = copies(params), copies(states), copies(residuals[1:3])
+    grads = gradients(params, torch.bfloat16)
+    Fused()(params, grads, states, 1, residuals=residuals)
+    reference(expected, grads, expected_states, 1, True, [None, *expected_residuals, None])
+    assert_same_bits(params + residuals[1:3], expected + expected_residuals)
+
+
+@pytest.mark.parametrize("bits", [24, 32])
+def test_residuals_that_begin_anywhere(bits: int) -> None:
+    params, states = make([(3, 128), (64,)], torch.bfloat16)
+    residuals = [torch.cat([r.new_zeros(1), r.flatten()])[1:].view(r.shape) for r in residuals_of(params, bits)]
+    expected, expected_states, expected_residuals = copies(params), copies(states), copies(residuals)
+    grads = gradients(params, torch.bfloat16)
+    Fused()(params, grads, states, 1, residuals=residuals)
+    reference(expected, grads, expected_states, 1, True, expected_residuals)
+    assert_same_bits(params + residuals, expected + expected_residuals)
+
+
+@pytest.mark.parametrize("lr_on_device", [True, False])
+def test_master_weights_stay_at_a_learning_rate_of_zero(lr_on_device: bool) -> None:
+    params, states = make([(3, 128), (17, 75)], torch.bfloat16)
+    params[0][0, 0] = math.inf
+    residuals = residuals_of(params, 24)
+    before = copies(params + residuals)
+    zero = torch.tensor(0.0, device=DEVICE) if lr_on_device else 0.0
+    scalars = (zero, zero, *SCALARS[2:])
+    Fused()(params, gradients(params, torch.bfloat16), states, 1, scalars=scalars, residuals=residuals)
+    assert_same_bits(params + residuals, before)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 48, 128, 1024])
@@ -281,28 +370,51 @@ def test_launches_are_few() -> None:
 
 def test_a_plan_is_for_these_tensors_alone() -> None:
     """But for gradients, which may be anywhere that begins on 16 bytes as well."""
-    params, states = make([(3, 128), (100,)], torch.float32)
+    params, states = make([(3, 128), (100,)], torch.bfloat16)
     grads = [torch.randn_like(p) for p in params]
-    fused, options = Fused().step, (64, 0, True)
-    given = Updates(params, grads, states, [0, 1], [0, 0])
+    fused, options = Fused().step, (64, 0, True, 24)
+    given = Updates(params, grads, states, residuals_of(params, 24), [0, 1], [0, 0])
     fused.plan(given, options)
     assert fused.takes(given, options)
     assert fused.takes(given._replace(grads=[g.clone() for g in grads]), options)
-    odd = torch.randn(3 * 128 + 1, device=DEVICE)[1:].view(3, 128)
+    odd = torch.randn(3 * 128 + 1, device=DEVICE).to(torch.bfloat16)[1:].view(3, 128)
     for other in [
         {"params": [params[0].view(6, 64), params[1]]},
         {"params": [params[0].clone(), params[1]]},
         {"grads": [odd, grads[1]]},
-        {"grads": [grads[0].to(torch.bfloat16), grads[1]]},
+        {"grads": [grads[0].to(torch.float32), grads[1]]},
         {"grads": [grads[0], grads[1][:64]]},
         {"exp_avgs": [states[0].clone(), states[1]]},
         {"exp_avgs": [OptimState8bit(states[0].codes, states[0].scale, 32), states[1]]},
+        {"residuals": [given.residuals[0].clone(), given.residuals[1]]},
         {"indices": [0, 2]},
         {"firsts": [0, 64]},
     ]:
         assert not fused.takes(given._replace(**other), options), other.keys()
-    for changed in [(32, 0, True), (64, 1, True), (64, 0, False)]:
+    for changed in [(32, 0, True, 24), (64, 1, True, 24), (64, 0, False, 24), (64, 0, True, None)]:
         assert not fused.takes(given, changed)
+
+
+@pytest.mark.parametrize("part", ["codes", "scale", "all", "float"])
+def test_a_plan_ends_with_the_memory_of_the_state(part: str) -> None:
+    """Objects that are freed may leave their ids to others, and those their addresses."""
+    params, states = make([(3, 128), (100,)], torch.float32)
+    grads = [torch.randn_like(p) for p in params]
+    given = Updates(params, grads, states, [None, None], [0, 1], [0, 0])
+    fused, options = Fused().step, (64, 0, True, None)
+    fused.plan(given, options)
+    assert fused.takes(given, options)
+    kept = states[0].codes, states[0].scale, states[1].data  # so that no address can be the same
+    if part == "float":
+        states[1].data = states[1].data.clone()
+    elif part == "all":
+        states[0] = states[0].clone()
+    else:
+        setattr(states[0], part, getattr(states[0], part).clone())
+    del kept
+    assert not fused.takes(given, options)
+    fused.plan(given, options)
+    assert fused.takes(given, options)
 
 
 @pytest.mark.parametrize("part", ["shape", "dtype", "device"])
@@ -317,6 +429,15 @@ def test_state_that_does_not_fit_is_refused(part: str) -> None:
     with pytest.raises(RuntimeError, match=r"the state of a parameter of shape \(3, 128\) .* was changed"):
         Fused()(params, gradients(params, torch.float32), [wrong], 1)
     assert torch.equal(params[0], before)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3, 127), torch.zeros(3, 128), torch.zeros(3, 128, device="meta").char()])
+def test_a_residual_that_does_not_fit_is_refused(wrong: Tensor) -> None:
+    params, states = make([(3, 128)], torch.bfloat16)
+    wrong = wrong if wrong.is_meta else wrong.to(DEVICE)
+    wrong = wrong if wrong.shape[1] == 128 else wrong.char()
+    with pytest.raises(RuntimeError, match=r"the state of a parameter of shape \(3, 128\) .* was changed"):
+        Fused()(params, gradients(params, torch.bfloat16), states, 1, residuals=[wrong])
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs 16 GB")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -54,8 +55,9 @@ def check_rank(rank: int, param_dtype: torch.dtype) -> None:
     expected = mean_gradients(copy.deepcopy(model), param_dtype)
     state = copy.deepcopy(model.state_dict())
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (RANKS,))
     for layer in (model[0], model[2], model):
-        fully_shard(layer, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
 
     sharded_state = model.state_dict()
     assert list(sharded_state) == list(state)

@@ -18,15 +18,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 16), (5, 7), (64, 128), (70, 1000), (300, 33)]
 CONFIGS = [
     kernels.MatmulConfig(64, 64, 64, 3, 4),
-    kernels.MatmulConfig(128, 32, 32, 3, 4, group_m=2, halves=False),
-    kernels.MatmulConfig(64, 32, 64, 3, 4, group_m=2, resident=1),
+    kernels.MatmulConfig(128, 32, 32, 3, 4, group_m=2, parts=1),
+    kernels.MatmulConfig(64, 64, 64, 3, 4, group_m=2, resident=1, parts=4),
     kernels.MatmulConfig(64, 64, 32, 3, 4, group_m=2, descriptors=False),
 ]
-if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
-    CONFIGS += [
-        kernels.MatmulConfig(128, 256, 128, 3, 8, group_m=2, resident=1, pipelined=True),
-        kernels.MatmulConfig(64, 64, 128, 4, 4, group_m=2, resident=2, pipelined=True),
-    ]
 
 
 @pytest.fixture(autouse=True)

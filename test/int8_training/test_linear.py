@@ -100,8 +100,14 @@ def test_an_option_changes_its_product_alone(off: str, device: str) -> None:
             torch.testing.assert_close(b, c, rtol=1e-5, atol=1e-5)
 
 
+torchao_on_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="where there is a GPU, torchao's op has no CPU kernel, and takes minutes to tune"
+)
+
+
+@torchao_on_cpu
 def test_follows_torchao() -> None:
-    """The same quantisation for fp32; for bf16 its scales are bf16. On GPUs its kernels take minutes to tune."""
+    """The same quantisation for fp32; for bf16 its scales are bf16."""
     layer, x, grad = make_case(100, 128, 96, torch.float32, "cpu", bias=True)
     other = copy.deepcopy(layer)
     quantize_(other, int8_mixed_precision_training(module_swap=True))
@@ -547,6 +553,7 @@ def test_trains_with_lion8bit_like_unquantised_matmuls(device: str) -> None:
     assert abs(train(convert(start), device) - plain) < 0.05
 
 
+@torchao_on_cpu
 @pytest.mark.parametrize("module_swap", [True, False])
 def test_a_model_prepared_by_torchao_trains_with_lion8bit(module_swap: bool) -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))

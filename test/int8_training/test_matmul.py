@@ -130,6 +130,6 @@ def test_the_table_fits_the_shared_memory() -> None:
     limits = {"sm100": matmul.HOPPER_SHARED_MEMORY, "sm90": matmul.HOPPER_SHARED_MEMORY, "sm80": 101_376}
     for (architecture, _, itemsize), config in matmul.configurations().items():
         loads = config.stages * (config.block_m + config.block_n) * config.block_k
-        result = config.block_m * config.block_n * itemsize // (2 if config.halves else 1)
+        result = config.block_m * config.block_n * itemsize // config.parts
         needed = loads + result if config.descriptors else max(loads, result)
-        assert needed + 1024 <= limits[architecture], (architecture, itemsize, config)
+        assert needed + 1024 <= limits[architecture] // max(1, config.resident), (architecture, itemsize, config)

@@ -1,0 +1,1 @@
+"""What memory a training step takes, measured and estimated."""
