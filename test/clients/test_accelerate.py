@@ -39,12 +39,14 @@ def no_state_is_left() -> Iterator[None]:
     accelerate.state.GradientState._reset_state()
 
 
-def prepared(dtype: torch.dtype = torch.float32, plugin: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+def prepared(
+    dtype: torch.dtype = torch.float32, bits: int | None = None, plugin: Any = None, **options: Any
+) -> tuple[Any, Any, Any]:
     accelerator = make_accelerator(fsdp_plugin=plugin, **options)
     if plugin is not None:
         shard_on_a_cpu_too(accelerator, plugin)
     model = make_model().to(dtype)
-    optimizer = Lion8bit(model.named_parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = Lion8bit(model.named_parameters(), lr=1e-3, weight_decay=0.1, master_weight_bits=bits)
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
@@ -113,14 +115,14 @@ def test_the_scaler_of_fp16_skips_a_step_whose_gradients_are_not_finite() -> Non
 
 
 def check_sharded_runs(folder: Path) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, bits in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 24)):
         for state_dict_type in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-            check_sharded_run(dtype, state_dict_type, folder / f"{dtype}-{state_dict_type}")
+            check_sharded_run(dtype, bits, state_dict_type, folder / f"{dtype}-{bits}-{state_dict_type}")
 
 
-def check_sharded_run(dtype: torch.dtype, state_dict_type: str, folder: Path) -> None:
+def check_sharded_run(dtype: torch.dtype, bits: int | None, state_dict_type: str, folder: Path) -> None:
     def start() -> tuple[Any, Any, Any]:
-        return prepared(dtype, shown["make_plugin"](state_dict_type))
+        return prepared(dtype, bits, shown["make_plugin"](state_dict_type))
 
     accelerator, model, optimizer = start()
     assert accelerator.is_fsdp2

@@ -8,6 +8,8 @@ import torch
 from comparing import differences, example, quantized, snapshot
 from torch import Tensor
 
+from lowbit_optim import gradient_release
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -17,11 +19,14 @@ MODES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "autocast": {"bf16": True},
     "bf16 weights": {"dtype": torch.bfloat16},
+    "bf16 weights, 24 bits": {"dtype": torch.bfloat16, "lion": {"master_weight_bits": 24}},
 }
 
 
-def make(folder: Path, **arguments: Any) -> Any:
-    return make_trainer(str(folder), use_cpu=True, disable_tqdm=True, **arguments)
+def make(folder: Path, lion: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    trainer = make_trainer(str(folder), use_cpu=True, disable_tqdm=True, **arguments)
+    trainer.optimizer_cls_and_kwargs[1].update(lion or {})
+    return trainer
 
 
 def trained(trainer: Any, checkpoint: Path | None = None) -> dict[str, Any]:
@@ -103,6 +108,21 @@ def test_groups_of_ones_own_are_passed_as_params(tmp_path: Path) -> None:
     assert optimizer.state[p]["exp_avg"].dtype == torch.float32
     assert sum(quantized(optimizer)) >= 4
     assert optimizer.param_groups[0]["param_names"] == list(embedding)
+
+
+@pytest.mark.usefixtures("released_at_once")
+def test_gradients_can_be_released(tmp_path: Path) -> None:
+    """Without clipping, which is the Trainer's default, and accumulation."""
+
+    def run(release: bool) -> Any:
+        trainer = make(tmp_path, max_grad_norm=0.0)
+        trainer.args.gradient_accumulation_steps = 1
+        trainer.create_optimizer()
+        if release:
+            gradient_release(trainer.model, trainer.optimizer)
+        return trained(trainer)
+
+    assert differences(run(release=True), run(release=False)) == []
 
 
 # --- In the middle of a run -----------------------------------------------------------------------------------------

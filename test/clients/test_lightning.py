@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lowbit_optim import Lion8bit
+from lowbit_optim import Lion8bit, gradient_release
 
 lightning = pytest.importorskip("lightning")
 
@@ -91,6 +91,34 @@ def test_manual_optimisation_equals_automatic() -> None:
 def test_accumulated_batches_are_one_step() -> None:
     trainer = fit(Regressor(), 2, accumulate_grad_batches=2, gradient_clip_val=0.1)
     assert int(trainer.optimizers[0].param_groups[0]["step"]) == 4
+
+
+class WithBits(Regressor):
+    def configure_optimizers(self) -> Lion8bit:
+        return Lion8bit(self.parameters(), lr=1e-3, master_weight_bits=24)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_master_weights_are_in_the_checkpoint(tmp_path: Path) -> None:
+    expected = fit(WithBits(), 2, precision="bf16-true")
+    fit(WithBits(), 1, precision="bf16-true").save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(WithBits(), 2, tmp_path / "half.ckpt", precision="bf16-true")
+    assert any("master_residual" in name for name in result(expected))
+    assert differences(result(resumed), result(expected)) == []
+
+
+class Released(Regressor):
+    def configure_optimizers(self) -> dict[str, Any]:
+        configured = super().configure_optimizers()
+        gradient_release(self, configured["optimizer"])
+        return configured
+
+
+@pytest.mark.usefixtures("released_at_once")
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_can_be_released(mode: str) -> None:
+    released, kept = (result(fit(cls(MODES[mode]), 2)) for cls in (Released, Regressor))
+    assert differences(released, kept) == []
 
 
 class TakesTurns(lightning.LightningModule):

@@ -45,6 +45,12 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
     assert [int(group["step"]) for group in lion8bit.param_groups] == [8, 8]
 
 
+def test_master_weights_are_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shown["DECAYING"], "master_weight_bits", 24)
+    _, lion8bit = check_resumed_run(lambda: make_model().bfloat16(), tmp_path)
+    assert ["master_residual" in state for state in lion8bit.state.values()] == [False, False, True, True]
+
+
 def train_sharded(folder: Path) -> None:
     dist.init_process_group("gloo")
     optimizers = check_resumed_run(lambda: fully_shard(make_model()), folder)

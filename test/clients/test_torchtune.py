@@ -10,7 +10,7 @@ import torch
 from comparing import differences, quantized, snapshot
 from torch import nn
 
-from lowbit_optim import Lion8bit
+from lowbit_optim import Lion8bit, gradient_release
 
 if importlib.util.find_spec("torchtune") is None:
     pytest.skip("torchtune is not installed", allow_module_level=True)
@@ -72,3 +72,18 @@ def test_a_run_from_a_configuration_resumes(tmp_path: Path) -> None:
     train(resumed, resumed_optimizer, range(2, 4))
     differing = differences(snapshot(resumed, resumed_optimizer), snapshot(model, optimizer))
     assert [name for name in differing if "betas" not in name] == []  # a list in YAML, a tuple once loaded
+
+
+@pytest.mark.usefixtures("released_at_once")
+def test_a_step_inside_backward_equals_one_after_it() -> None:
+    """Reports 45 and 56: for torchtune's ``optimizer_in_bwd`` there is ``gradient_release``."""
+    plain, released = make_model(), make_model()
+    train(plain, make_optimizer(plain.parameters()), range(3))
+    optimizer = make_optimizer(released.parameters())
+    gradient_release(released, optimizer)
+    for step in range(3):
+        before = [p.clone() for p in released.parameters()]
+        backward(released, step)
+        assert not any(torch.equal(a, b) for a, b in zip(before, released.parameters(), strict=True))
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), released.parameters(), strict=True))
