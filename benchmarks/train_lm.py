@@ -80,6 +80,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     place.add_argument(
         "--checkpoint-activations", action="store_true", help="compute activations again in the backward pass"
     )
+    place.add_argument(
+        "--gradient-release", action="store_true", help="step each parameter as its gradient arrives; needs --clip 0"
+    )
+    place.add_argument("--offload-state", action="store_true", help="keep the optimizer's state in host memory")
     place.add_argument("--stop-at", type=int, metavar="STEP", help="write a checkpoint there and end, to go on later")
     return parser.parse_args(argv)
 
@@ -146,7 +150,8 @@ def run(args: argparse.Namespace) -> int:
 
     dataset = load_dataset(given.get("data", settings[0].data), settings[0].seq_len)
     out = make_folder(args, settings, parallel)
-    place = {"parallel": parallel, "checkpoint_activations": args.checkpoint_activations}
+    options = ("checkpoint_activations", "gradient_release", "offload_state")
+    place = {"parallel": parallel, **{name: getattr(args, name) for name in options}}
     for each in settings:
         if checkpoint:
             trainer = Trainer.resume(checkpoint, dataset, device, **place)

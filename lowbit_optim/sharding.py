@@ -54,12 +54,12 @@ def store(target: Tensor, momentum: Tensor) -> None:
         shards.copy_(part, source)
 
 
-def store_residual(target: Tensor, residual: Any) -> None:
-    """Write the residuals of master weights, whichever of the two are sharded, and of however many bits they are."""
-    converted = codec.convert_residual(shards.to_local(residual), target.dtype)
-    if shards.is_dtensor(residual):
-        converted = shards.from_local(converted, residual, residual.shape, residual.placements)
-    shards.copy_(target, converted)
+def store_residual(target: Tensor, residual: Tensor) -> None:
+    """Write the residuals of master weights, whichever of the two are sharded, and of however many bits they are.
+
+    Fewer bits are rounded to; the weight stays, so that what would go to the next one stops halfway to it.
+    """
+    shards.copy_(target, map_parts(residual, lambda x: codec.convert_residual(x, target.dtype)))
 
 
 def _whole(momentum: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _is_sharded(momentum: Tensor) -> bool:
 def map_parts(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Momentum, or any other tensor of state, with ``function`` applied to what this rank holds of each part of it.
 
-    ``function`` keeps shapes and dtypes. None stays None.
+    ``function`` keeps shapes, and the dtypes of what is quantised. None stays None.
     """
     if state is None:
         return None

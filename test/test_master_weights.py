@@ -662,5 +662,5 @@ def test_the_stalled_fraction_is_counted_in_parts(monkeypatch: pytest.MonkeyPatc
     for bits in (None, 24):
         optimizer = Lion8bit([p], lr=1e-4 if bits is None else 1e-6, stochastic_rounding=False, master_weight_bits=bits)
         optimizer.load_fp32_state_dict(nn.ParameterDict({"p": p}), {"p": p.detach().float()})
-        monkeypatch.setattr("lowbit_optim.weights.CHUNK", 9)
+        monkeypatch.setattr("lowbit_optim.weights._CHUNK_NUMEL", 9)
         assert optimizer.stalled_fraction() == 0.7

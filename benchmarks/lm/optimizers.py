@@ -35,7 +35,7 @@ class Entry:
     device_types: tuple[str, ...] = ()
 
 
-_OURS = ("master_weight_bits", "stochastic_rounding")
+_OURS = ("master_weight_bits", "stochastic_rounding", "offload_state")
 REGISTRY = {
     "lion": Entry("lowbit_optim", "Lion", "lowbit-optim", accepts=_OURS),
     "lion8bit": Entry("lowbit_optim", "Lion8bit", "lowbit-optim", accepts=_OURS),
@@ -124,14 +124,14 @@ def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> float:
     """
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in _plain_tensors(list(optimizer.state.values()))
+        for tensor in plain_tensors(list(optimizer.state.values()))
     }
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in parameters)
     return sum(storages.values()) / held
 
 
-def _plain_tensors(value: Any) -> Iterator[Tensor]:
+def plain_tensors(value: Any) -> Iterator[Tensor]:
     """All tensors in nested containers, a tensor subclass or an object as the tensors it is made of."""
     if hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
@@ -139,9 +139,9 @@ def _plain_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _plain_tensors(list(value.values()))
+        yield from plain_tensors(list(value.values()))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _plain_tensors(item)
+            yield from plain_tensors(item)
     elif hasattr(value, "__dict__"):  # FlashOptim keeps its state in objects that are no tensors
-        yield from _plain_tensors(vars(value))
+        yield from plain_tensors(vars(value))

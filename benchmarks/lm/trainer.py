@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+import lowbit_optim
 from benchmarks.lm import UsageError, optimizers, variants
 from benchmarks.lm.data import ByteDataset
 from benchmarks.lm.model import CONFIGS, GPT
@@ -145,6 +146,21 @@ def _check_at_least(name: str, value: float | None, minimum: int) -> None:
         raise UsageError(f"{name.replace('_', '-')} is {value}; it must be a finite number of at least {minimum}")
 
 
+def _check_memory_options(settings: Settings, parallel: Alone, gradient_release: bool, offload_state: bool) -> None:
+    for option, is_given in {"--gradient-release": gradient_release, "--offload-state": offload_state}.items():
+        if is_given and optimizers.REGISTRY[settings.optimizer].package != "lowbit-optim":
+            raise UsageError(f"{option} is an option of lion8bit and lion, not of {settings.optimizer}")
+    reasons = {
+        "--clip 0: the norm of all gradients is not known when the first parameter is stepped": settings.clip,
+        "--accumulate 1: a parameter is stepped by its first gradient": settings.accumulate > 1,
+        "another --dtype than amp_fp16: an overflow would be found too late": DTYPES[settings.dtype][2],
+        "--parallel fsdp, hsdp or tp: ddp averages gradients too late": getattr(parallel, "kind", None) == "ddp",
+    }
+    for need, is_in_the_way in reasons.items():
+        if gradient_release and is_in_the_way:
+            raise UsageError(f"--gradient-release needs {need}")
+
+
 def lr_factor(step: int, schedule: str, steps: int, warmup: int) -> float:
     """Share of the peak learning rate that step `step`, counted from 0, is done with."""
     if step < warmup:
@@ -166,9 +182,11 @@ class Trainer:
         device: where.
         parallel: on which ranks.
         checkpoint_activations: whether the backward pass computes what is inside each block again.
+        gradient_release: whether each parameter is stepped as its gradient arrives.
+        offload_state: whether the optimizer's state is kept in host memory.
 
     Raises:
-        UsageError: the optimizer is not installed or does not run on `device`.
+        UsageError: the optimizer is not installed, does not run on `device`, or has no such option.
     """
 
     def __init__(
@@ -178,6 +196,8 @@ class Trainer:
         device: torch.device,
         parallel: Alone | None = None,
         checkpoint_activations: bool = False,
+        gradient_release: bool = False,
+        offload_state: bool = False,
     ) -> None:
         self.settings = settings = settings.resolved()
         self.dataset = dataset
@@ -188,6 +208,7 @@ class Trainer:
         self.clock = Clock(device)
 
         optimizers.find(settings.optimizer, device)
+        _check_memory_options(settings, parallel, gradient_release, offload_state)
         weight_dtype, compute_dtype, scaled = DTYPES[settings.dtype]
         self.autocast_dtype = compute_dtype if parallel.autocasts else None
         parallel.check(settings.dtype, settings.batch_size // settings.accumulate, CONFIGS[settings.model])
@@ -198,9 +219,10 @@ class Trainer:
         variants.apply(self.model, int8=settings.int8, lora=settings.lora, qlora=settings.qlora)
         self.model.checkpoint_activations = checkpoint_activations
         self.loss_fn = parallel.spread(self.model, compute_dtype, settings.compile)
-        self.optimizer = optimizers.build(
-            settings.optimizer, self.model, settings.lr, settings.weight_decay, settings.optimizer_options
-        )
+        options = settings.optimizer_options | ({"offload_state": True} if offload_state else {})
+        self.optimizer = optimizers.build(settings.optimizer, self.model, settings.lr, settings.weight_decay, options)
+        if gradient_release:
+            lowbit_optim.gradient_release(self.model, self.optimizer)
         self.scheduler = LambdaLR(
             self.optimizer,
             partial(lr_factor, schedule=settings.schedule, steps=settings.steps, warmup=settings.warmup),

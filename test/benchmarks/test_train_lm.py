@@ -591,3 +591,34 @@ def test_ranks_train_as_one_process_does(how: str, text: Path, tmp_path: Path):
 def test_bad_ways_of_being_parallel_get_one_line(options: str, message: str, text: Path, tmp_path: Path, capsys):
     assert main(text, tmp_path / "run", *options.split()) == 2
     assert message in error_line(capsys.readouterr().err)
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_options_that_save_memory_change_no_number(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lowbit_optim.offload.is_offloaded", lambda p: True)
+    plain, saving = tmp_path / "plain", tmp_path / "saving"
+    assert main(text, plain, "--clip", "0", "--dtype", "bf16") == 0
+    options = ("--gradient-release", "--offload-state", "--stop-at", "3")
+    assert main(text, saving, "--clip", "0", "--dtype", "bf16", *options) == 0
+    checkpoint = str(saving / "lion8bit.pt")
+    assert train_lm.main(["--resume", checkpoint, "--gradient-release", "--device", "cpu"]) == 0
+    a, b = (report.read(folder / "lion8bit.jsonl").rows for folder in (plain, saving))
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--gradient-release", "--gradient-release needs --clip 0"),
+        ("--gradient-release --clip 0 --accumulate 2", "--gradient-release needs --accumulate 1"),
+        ("--gradient-release --clip 0 --dtype amp_fp16", "another --dtype than amp_fp16"),
+        ("--offload-state --optimizer torch.AdamW", "--offload-state is an option of lion8bit and lion"),
+    ],
+)
+def test_what_gradient_release_cannot_have_gets_one_line(
+    options: str, message: str, text: Path, tmp_path: Path, capsys
+):
+    assert main(text, tmp_path / "run", *options.split()) == 2
+    assert message in error_line(capsys.readouterr().err)
