@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lowbit_optim import codec, shards, weights
-from lowbit_optim.optimizer import LowBitOptimizer, ParamsT, decay_of_step, host_value
+from lowbit_optim.hyperparameters import decay_of_step, host_value
+from lowbit_optim.optimizer import LowBitOptimizer, ParamsT
 from lowbit_optim.subclasses.blockwise import dequantize
 
 

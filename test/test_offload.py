@@ -293,7 +293,7 @@ def test_a_checkpoint_goes_both_ways(device: str) -> None:
         assert_equal(first, second)
 
 
-@pytest.mark.parametrize("read", [Lion8bit.state_dict, copy.deepcopy], ids=["state_dict", "deepcopy"])
+@pytest.mark.parametrize("read", [Lion8bit.state_dict, Lion8bit.stalled_fraction, copy.deepcopy])
 def test_what_is_read_waits_for_copies(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = LazyStreams(monkeypatch, waits=True)
     optimizer, expected = make("cpu"), make("cpu", False)

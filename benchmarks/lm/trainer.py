@@ -51,6 +51,8 @@ class Settings:
         clip: largest gradient norm, 0 for no limit.
         dtype: a key of `DTYPES`.
         int8, lora, qlora: see `variants.apply`; None is off.
+        master_weight_bits: 24 or 32, of bf16 weights; None leaves it to the optimizer.
+        stochastic_rounding: False rounds bf16 weights to nearest.
         compile: whether the model runs under `torch.compile`.
         deterministic: whether only deterministic kernels may be used (a GPU's default ones are not).
         seed: of the weights and the order of the data.
@@ -78,6 +80,8 @@ class Settings:
     int8: str | None = None
     lora: int | None = None
     qlora: int | None = None
+    master_weight_bits: int | None = None
+    stochastic_rounding: bool = True
     compile: bool = False
     deterministic: bool = False
     seed: int = 0
@@ -95,6 +99,10 @@ class Settings:
             _check_at_least(name, getattr(self, name), 1)
         for name in ("lr", "weight_decay", "warmup", "clip", "seed"):
             _check_at_least(name, getattr(self, name), 0)
+        if self.master_weight_bits not in (None, 24, 32):
+            raise UsageError(f"master-weight-bits is {self.master_weight_bits}; choose from 24, 32")
+        if self.optimizer_options and DTYPES[self.dtype][0] == torch.float32:
+            raise UsageError(f"{', '.join(self.optimizer_options)} is of 16-bit weights; give --dtype bf16 with it")
         if self.lora and self.qlora:
             raise UsageError("--lora and --qlora are two bases for one kind of adapter; give one of them")
         if self.batch_size % self.accumulate:
@@ -102,6 +110,16 @@ class Settings:
                 f"batch-size {self.batch_size} cannot be cut into {self.accumulate} equal parts; "
                 "choose a batch-size that accumulate divides"
             )
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """What is not left to the optimizer, by its own names."""
+        options: dict[str, Any] = {}
+        if self.master_weight_bits:
+            options["master_weight_bits"] = self.master_weight_bits
+        if not self.stochastic_rounding:
+            options["stochastic_rounding"] = False
+        return options
 
     def resolved(self) -> "Settings":
         """These settings with every default that depends on another one written out."""
@@ -200,8 +218,8 @@ class Trainer:
         variants.apply(self.model, int8=settings.int8, lora=settings.lora, qlora=settings.qlora)
         self.model.checkpoint_activations = checkpoint_activations
         self.loss_fn = parallel.spread(self.model, compute_dtype, settings.compile)
-        options = {"offload_state": True} if offload_state else {}
-        self.optimizer = optimizers.build(settings.optimizer, self.model, settings.lr, settings.weight_decay, **options)
+        options = settings.optimizer_options | ({"offload_state": True} if offload_state else {})
+        self.optimizer = optimizers.build(settings.optimizer, self.model, settings.lr, settings.weight_decay, options)
         if gradient_release:
             import lowbit_optim  # torchao speaks when it is imported, and `train_lm.hush` comes after these modules
 
