@@ -219,6 +219,8 @@ class LowBitOptimizer(Optimizer):
     def load_fp32_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any]) -> None:
         """Set a model's weights, and the residuals of those that have ``master_weight_bits``.
 
+        :meth:`load_state_dict` sets residuals too, to those of its checkpoint or to 0: call it before, not after.
+
         Args:
             model: whose parameters this optimizer steps, sharded before or not.
             state_dict: from :meth:`fp32_state_dict` or ``state_dict()`` of a model like it in fp32; whole tensors, or
@@ -228,18 +230,16 @@ class LowBitOptimizer(Optimizer):
             ValueError, TypeError: the name of what is missing, unexpected or does not fit. Nothing has changed.
         """
         self._offload.wait()
-        weights.load_fp32_state_dict(model, state_dict, self._residual_to_set)
+        weights.load_fp32_state_dict(model, state_dict, self._residuals_to_set)
 
     def _residual(self, p: Tensor) -> Tensor | None:
         return self.state[p].get("master_residual") if p in self.state else None
 
-    def _residual_to_set(self, p: Tensor) -> Tensor | None:
-        """With new state for what has none before the first step."""
-        for group in self.param_groups:
-            is_new = group["master_weight_bits"] and _is_trained(p) and not self.state.get(p)
-            if is_new and any(p is other for other in group["params"]):
-                self.state[p] = self._allocate(p, group)
-        return self._residual(p)
+    def _residuals_to_set(self, params: list[Tensor]) -> list[Tensor | None]:
+        """With new state before the first step; for all parameters, since torch's tools take it that all have some."""
+        if any(group["master_weight_bits"] for group in self.param_groups):
+            self._init_missing_state()
+        return [self._residual(p) for p in params]
 
     # --- Step -------------------------------------------------------------------------------------------------------
 
@@ -366,13 +366,13 @@ class LowBitOptimizer(Optimizer):
         _check_lr(group)
         scalars = self._scalars(group)
         if self.defaults["fused"] is False or torch.compiler.is_compiling():
-            _check_updates(updates)
+            _check_updates(updates, group)
             return _GroupStep(group, scalars, None, none, updates, [])
         options = (group["block_size"], group["seed"], group["stochastic_rounding"], group["master_weight_bits"])
         fused = self._fused_steps.get((number, part))
         if fused is not None and fused.takes(updates, options):
             return _GroupStep(group, scalars, fused, updates, none, [])
-        _check_updates(updates)
+        _check_updates(updates, group)
         updates = _in_one_run(updates, lambda p: self._is_fused(p, group))
         chosen = [self._is_fused(p, group) for p in updates.params]
         one_by_one = updates.select([not each for each in chosen])
@@ -647,18 +647,13 @@ def _pack_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _check_updates(updates: Updates) -> None:
-    for p, grad, _, residual, index, _ in zip(*updates, strict=True):
+def _check_updates(updates: Updates, group: Mapping[str, Any]) -> None:
+    for p, grad, exp_avg, residual, index, _ in zip(*updates, strict=True):
         sharding.check(p, grad, f"parameter {index}")
-        if residual is not None and p.dtype == torch.float32:
-            raise RuntimeError(
-                f"parameter {index} of shape {tuple(p.shape)} was changed to float32, and its state has a residual "
-                "for 16 bits. Take optimizer.fp32_state_dict(model) before the change, and load it into the model of a "
-                "new optimizer."
-            )
+        _check_state(p, grad, exp_avg, residual, index, group)
     if not {p.dtype for p in updates.params} <= _PARAM_DTYPES:
         for p in updates.params:
             _check_dtype(p)
@@ -669,6 +664,29 @@ def _check_updates(updates: Updates) -> None:
                     f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({grad.layout}); this "
                     "optimizer needs dense ones: build the embedding with sparse=False"
                 )
+
+
+def _check_state(
+    p: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, index: int, group: Mapping[str, Any]
+) -> None:
+    """That gradient and state are of the parameter and the options as they are now."""
+    name = f"parameter {index} of shape {tuple(p.shape)}"
+    if not p.shape == grad.shape == exp_avg.shape:
+        raise RuntimeError(
+            f"{name} has a gradient of shape {tuple(grad.shape)} and state of shape {tuple(exp_avg.shape)}, from "
+            "before it was changed. When p.data is replaced by another shape, set p.grad = None and del "
+            "optimizer.state[p]."
+        )
+    if residual is not None and p.dtype == torch.float32:
+        raise RuntimeError(
+            f"{name} was changed to float32, and its state has a residual for 16 bits. Take "
+            "optimizer.fp32_state_dict(model) before the change, and load it into the model of a new optimizer."
+        )
+    if residual is None and group["master_weight_bits"] and p.dtype in codec.CUT_BITS:
+        raise RuntimeError(
+            f"{name} is {p.dtype}, with master_weight_bits={group['master_weight_bits']}. It or that was changed since "
+            "its state was made, which has no residual: optimizer.load_state_dict(optimizer.state_dict()) gives it one."
+        )
 
 
 def _check_dtype(p: Tensor) -> None:
