@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lowbit_optim import codec
 from lowbit_optim.lion import lion_update
-from lowbit_optim.optimizer import Updates
 from lowbit_optim.subclasses import OptimState8bit
+from lowbit_optim.updates import Updates
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
