@@ -1,5 +1,9 @@
 """The documentation as a site: `sphinx-build -W docs docs/_build`, with what `pip install -e '.[docs]'` brings."""
 
+import re
+
+from sphinx.application import Sphinx
+
 import lowbit_optim
 
 project = "lowbit_optim"
@@ -17,3 +21,12 @@ myst_enable_extensions = ["colon_fence"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say them, with shapes
+
+
+def _link_files(app: Sphinx, page: str, source: list[str]) -> None:
+    """README.md and its like are no pages of the site: a link to one leads to the file."""
+    source[0] = re.sub(r"\]\(\.\./(\w+\.md)(#[\w-]*)?\)", r"](path:../\1)", source[0])
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", _link_files)

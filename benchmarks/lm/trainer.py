@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-import lowbit_optim
 from benchmarks.lm import UsageError, optimizers, variants
 from benchmarks.lm.data import ByteDataset
 from benchmarks.lm.model import CONFIGS, GPT
@@ -222,6 +221,8 @@ class Trainer:
         options = settings.optimizer_options | ({"offload_state": True} if offload_state else {})
         self.optimizer = optimizers.build(settings.optimizer, self.model, settings.lr, settings.weight_decay, options)
         if gradient_release:
+            import lowbit_optim  # torchao speaks when it is imported, and `train_lm.hush` comes after these modules
+
             lowbit_optim.gradient_release(self.model, self.optimizer)
         self.scheduler = LambdaLR(
             self.optimizer,

@@ -103,7 +103,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a step at lr 0 counts",
-        "optimizer.py",
+        "hyperparameters.py",
         "    elif lr == 0.0:\n        return False\n",
         "",
         "test/test_optimizer.py",
