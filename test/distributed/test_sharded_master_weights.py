@@ -32,6 +32,7 @@ MESHES = {
     "last dim": by_hand((2,), Shard(-1)),
     "copies": by_hand((2,), Replicate()),
     "rows x last dim": by_hand((2, 2), Shard(0), Shard(-1)),
+    "dim 1 x last dim": by_hand((2, 2), Shard(1), Shard(-1)),  # several pieces a shard
 }
 STEPS = 5
 CASES = [(24, torch.bfloat16), (32, torch.bfloat16), (24, torch.float16)]
