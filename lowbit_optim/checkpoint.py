@@ -198,7 +198,7 @@ def read_state_dict(
     options = [_read_options(group, f"parameter group {i}") for i, group in enumerate(saved)]
     for i, (loaded, live) in enumerate(zip(options, groups, strict=True)):
         try:
-            check_options({**live, **loaded, "lr": live["lr"]})  # a schedule may have left a negative lr
+            check_options({**live, **loaded, "lr": 0.0})  # a schedule may have left a negative lr, here or there
         except (TypeError, ValueError) as error:
             raise type(error)(f"parameter group {i} of the checkpoint: {error}") from error
     states: list[State | None] = []

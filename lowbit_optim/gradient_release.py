@@ -156,14 +156,15 @@ class GradientRelease:
     def _step_most(self) -> None:
         """As many as share a launch, so that small tensors do not cost one each."""
         number, stream = max(self._waiting, key=lambda key: self._waiting[key].nbytes)
-        waiting = self._waiting.pop((number, stream))
-        self._waiting_bytes -= waiting.nbytes
+        waiting = self._waiting[number, stream]
         part = self._parts[number] = self._parts.get(number, 0) + 1
         beside = self._beside if stream is not None and self._optimizer.defaults["offload_state"] else _on
         with beside(stream, waiting.grads):
             self._scalars[number] = self._optimizer._step_early(
                 number, part, waiting.params, waiting.grads, waiting.indices
             )
+        del self._waiting[number, stream]  # not before: after an error they wait on
+        self._waiting_bytes -= waiting.nbytes
 
     @contextmanager
     def _beside(self, stream: Any, grads: list[Tensor]) -> Iterator[None]:

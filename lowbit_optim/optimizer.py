@@ -202,6 +202,8 @@ class LowBitOptimizer(Optimizer):
     def load_fp32_state_dict(self, model: nn.Module, state_dict: Mapping[str, Any]) -> None:
         """Set a model's weights, and the residuals of those that have ``master_weight_bits``.
 
+        :meth:`load_state_dict` sets residuals too, to those of its checkpoint or to 0: call it before, not after.
+
         Args:
             model: whose parameters this optimizer steps, sharded before or not.
             state_dict: from :meth:`fp32_state_dict` or ``state_dict()`` of a model like it in fp32; whole tensors, or
@@ -211,18 +213,16 @@ class LowBitOptimizer(Optimizer):
             ValueError, TypeError: the name of what is missing, unexpected or does not fit. Nothing has changed.
         """
         self._offload.wait()
-        weights.load_fp32_state_dict(model, state_dict, self._residual_to_set)
+        weights.load_fp32_state_dict(model, state_dict, self._residuals_to_set)
 
     def _residual(self, p: Tensor) -> Tensor | None:
         return self.state[p].get("master_residual") if p in self.state else None
 
-    def _residual_to_set(self, p: Tensor) -> Tensor | None:
-        """With new state for what has none before the first step."""
-        for group in self.param_groups:
-            is_new = group["master_weight_bits"] and _is_trained(p) and not self.state.get(p)
-            if is_new and any(p is other for other in group["params"]):
-                self.state[p] = self._allocate(p, group)
-        return self._residual(p)
+    def _residuals_to_set(self, params: list[Tensor]) -> list[Tensor | None]:
+        """With new state before the first step; for all parameters, since torch's tools take it that all have some."""
+        if any(group["master_weight_bits"] for group in self.param_groups):
+            self._init_missing_state()
+        return [self._residual(p) for p in params]
 
     # --- Step -------------------------------------------------------------------------------------------------------
 
@@ -342,13 +342,13 @@ class LowBitOptimizer(Optimizer):
         check_lr(group)
         scalars = self._scalars(group)
         if self.defaults["fused"] is False or torch.compiler.is_compiling():
-            updates.check()
+            updates.check(group["master_weight_bits"])
             return _GroupStep(group, scalars, None, NO_UPDATES, updates, [])
         options = (group["block_size"], group["seed"], group["stochastic_rounding"], group["master_weight_bits"])
         fused = self._fused_steps.get((number, part))
         if fused is not None and fused.takes(updates, options):
             return _GroupStep(group, scalars, fused, updates, NO_UPDATES, [])
-        updates.check()
+        updates.check(group["master_weight_bits"])
         updates = updates.in_one_run(lambda p: self._is_fused(p, group))
         chosen = [self._is_fused(p, group) for p in updates.params]
         one_by_one = updates.select([not each for each in chosen])
@@ -497,4 +497,4 @@ def _pack_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    return value.detach().clone() if isinstance(value, Tensor) else value

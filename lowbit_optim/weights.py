@@ -13,14 +13,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit_optim import codec, sharding, shards
 
-Residuals = Callable[[Tensor], Tensor | None]
-
 _CHUNK_NUMEL = 2**24  # that are counted at a time, since this takes some 40 bytes for each
 _EXTREME_NOISES = (0, 0xFFFF)  # those between them round to one or the other result
 
 
 @torch.no_grad()
-def fp32_state_dict(model: nn.Module, residual_of: Residuals) -> dict[str, Any]:
+def fp32_state_dict(model: nn.Module, residual_of: Callable[[Tensor], Tensor | None]) -> dict[str, Any]:
     """See :meth:`lowbit_optim.optimizer.LowBitOptimizer.fp32_state_dict`."""
     state_dict = model.state_dict(keep_vars=True)
     masters: dict[int, Tensor] = {}  # by parameter, as some are there under several names
@@ -35,17 +33,19 @@ def fp32_state_dict(model: nn.Module, residual_of: Residuals) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_fp32_state_dict(model: nn.Module, state_dict: Mapping[str, Any], residual_of: Residuals) -> None:
+def load_fp32_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], residuals_of: Callable[[list[Tensor]], list[Tensor | None]]
+) -> None:
     """See :meth:`lowbit_optim.optimizer.LowBitOptimizer.load_fp32_state_dict`."""
     live = model.state_dict(keep_vars=True)
     _check(live, state_dict)
     parameters = {key: live[key] for key in state_dict if isinstance(live[key], nn.Parameter)}
-    residuals = {key: residual_of(p) for key, p in parameters.items()}
+    residuals = residuals_of(list(parameters.values()))
     others = {key: value for key, value in state_dict.items() if key not in parameters}
     if others:
         model.load_state_dict(others, strict=False)
-    for key, p in parameters.items():
-        _store(p, residuals[key], state_dict[key])
+    for (key, p), residual in zip(parameters.items(), residuals, strict=True):
+        _store(p, residual, state_dict[key])
 
 
 def _master(p: Any, residual: Tensor | None) -> Tensor:

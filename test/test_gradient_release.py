@@ -1,6 +1,7 @@
 """Gradient release: the bits of a plain step, gradients gone after backward, and errors where it cannot be had."""
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -354,6 +355,26 @@ def test_a_learning_rate_changed_after_backward(device: str) -> None:
     optimizer.param_groups[0]["lr"] = 5e-3
     with pytest.raises(RuntimeError, match=r"group 0 were changed between backward and step \(0.01 became 0.005\)"):
         optimizer.step()
+
+
+def test_what_could_not_be_stepped_in_backward_waits_for_step(device: str) -> None:
+    runs = []
+    for released in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(200, 200, bias=False).to(device)
+        optimizer = Lion8bit(model.parameters(), lr=1e-2)
+        loss = model(torch.ones(2, 200, device=device)).square().sum()
+        if released:
+            gradient_release(model, optimizer)
+            optimizer.param_groups[0]["lr"] = math.nan
+            with pytest.raises(ValueError, match="lr is nan"):
+                loss.backward()
+            optimizer.param_groups[0]["lr"] = 1e-2
+        else:
+            loss.backward()
+        optimizer.step()
+        runs += [model, optimizer]
+    assert_equal(*runs)
 
 
 def test_grad_scaler(device: str) -> None:

@@ -10,9 +10,15 @@ import pytest
 import torch
 from reference import nearest_weight, ulp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from lowbit_optim import Lion8bit, codec
 from lowbit_optim.checkpoint import float_state_dict
+from lowbit_optim.subclasses.blockwise import dequantize
 
 LOW_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 BITS = pytest.mark.parametrize("bits", [24, 32])
@@ -312,14 +318,15 @@ def test_a_learning_rate_of_zero_changes_nothing(bits: int) -> None:
     backward(model, 0)
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.0
+    model.hidden.weight.data[0] = 0.0  # with residuals of both signs, which a step would make 0 where they are negative
     before = [bits_of(p).clone() for p in model.parameters()]
-    residuals = [state["master_residual"].clone() for state in optimizer.state.values()]
+    fine = [residual.clone() for residual in residuals(optimizer)]
     backward(model, 1)
     optimizer.step()
     for p, expected in zip(model.parameters(), before, strict=True):
         assert torch.equal(bits_of(p), expected)
-    for state, expected in zip(optimizer.state.values(), residuals, strict=True):
-        assert torch.equal(state["master_residual"], expected)
+    for residual, expected in zip(residuals(optimizer), fine, strict=True):
+        assert torch.equal(residual, expected)
 
 
 def test_weights_changed_to_float32_are_refused() -> None:
@@ -332,6 +339,29 @@ def test_weights_changed_to_float32_are_refused() -> None:
     backward(model, 1)
     with pytest.raises(RuntimeError, match=r"parameter 0 of shape \(50, 64\) was changed to float32.*fp32_state_dict"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("changed", ["parameters", "option"])
+def test_weights_without_a_residual_are_not_trained_as_if_there_were_one(changed: str) -> None:
+    """After what the error says to do, they are master weights that start where they were."""
+    model = classifier()
+    model = model.float() if changed == "parameters" else model
+    bits = 32 if changed == "parameters" else None
+    optimizer = Lion8bit(model.parameters(), master_weight_bits=bits, **OPTIONS)
+    backward(model, 0)
+    optimizer.step()
+    model.bfloat16()
+    optimizer.param_groups[0]["master_weight_bits"] = 32
+    optimizer.zero_grad()
+    backward(model, 1)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"parameter 0 .* master_weight_bits=32.*load_state_dict"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    masters = [codec.merge_weight(p.detach(), optimizer.state[p]["master_residual"]) for p in model.parameters()]
+    assert any(not torch.equal(master, p) for master, p in zip(masters, model.parameters(), strict=True))
 
 
 @BITS
@@ -555,6 +585,34 @@ def test_an_fp32_state_dict_comes_back(dtype: torch.dtype, bits: int, steps: int
     assert torch.equal(new.norm.weight, anything["norm.weight"])
     set_gradients(new, 0)
     new_optimizer.step()
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_after_fp32_weights_torchs_state_dicts_lose_no_momentum(flatten: bool) -> None:
+    """They take it that all parameters have state as soon as one has, which only some groups need for a residual."""
+
+    def make() -> tuple[nn.Module, Lion8bit]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+        groups = [
+            {"params": list(model[0].parameters()), "master_weight_bits": 24},
+            {"params": list(model[1].parameters())},
+        ]
+        return model, Lion8bit(groups, lr=1e-2)
+
+    model, optimizer = make()
+    set_gradients(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    new, new_optimizer = make()
+    new_optimizer.load_fp32_state_dict(new, optimizer.fp32_state_dict(model))
+    set_optimizer_state_dict(new, new_optimizer, saved, options=options)
+    for p, q in zip(model.parameters(), new.parameters(), strict=True):
+        momentum, expected = new_optimizer.state[q]["exp_avg"], optimizer.state[p]["exp_avg"]
+        assert torch.equal(dequantize(momentum), dequantize(expected))
+        assert dequantize(expected).any()
 
 
 def test_a_tied_weight_may_be_loaded_under_one_name() -> None:

@@ -61,6 +61,47 @@ def test_what_a_schedule_left_behind_loads() -> None:
     assert other.param_groups[0]["lr"] == pytest.approx(-1e-5)
 
 
+@pytest.mark.parametrize("lr", [-1e-5, math.nan])
+def test_one_goes_back_to_a_checkpoint_whatever_lr_has_become(lr: float) -> None:
+    optimizer = Lion8bit([parameter()], lr=1e-3)
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"] = lr
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+def test_a_tensor_lr_that_requires_grad_is_copied_without_its_graph() -> None:
+    p = parameter()
+    optimizer = Lion8bit([p], lr=torch.tensor(1e-2, requires_grad=True))
+    optimizer.step()
+    other = Lion8bit([p], lr=torch.tensor(1e-3))
+    other.load_state_dict(optimizer.state_dict())
+    assert float(other.param_groups[0]["lr"]) == pytest.approx(1e-2)
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (32, 128), (1, 64)], ids=str)
+@pytest.mark.parametrize("quantize", [False, True])
+def test_a_parameter_of_another_shape_is_refused_before_a_weight_moves(shape: tuple[int, int], quantize: bool) -> None:
+    """What the error says to do works, and what is saved then loads."""
+    first, second = parameter(), parameter()
+    optimizer = Lion8bit([first, second], quantize=quantize, min_quantized_numel=0)
+    optimizer.step()
+    second.grad = None
+    second.data = torch.randn(shape)
+    second.grad = torch.randn(shape)
+    before = first.detach().clone()
+    with pytest.raises(
+        RuntimeError, match=rf"parameter 1 of shape \({shape[0]}, {shape[1]}\) .* state of shape \(64, 64\)"
+    ):
+        optimizer.step()
+    assert torch.equal(first, before)
+    del optimizer.state[second]
+    optimizer.step()
+    assert not torch.equal(first, before)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 @pytest.mark.parametrize("decouple_lr", [False, True])
 def test_lr_zero_changes_no_weight_in_any_bit(decouple_lr: bool) -> None:
     p = parameter()

@@ -347,40 +347,38 @@ def _stochastic_round(x, noise, PARAM: tl.constexpr):
         bits = tl.minimum(x.to(tl.int32, bitcast=True), _NAN_BITS)
         return ((bits + noise) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        rounded = _from_ordinal((_ordinal(x, PARAM) + (noise >> 3)) & -0x2000, PARAM)
+        rounded = _from_ordinal((_ordinal(x) + (noise >> 3)) & -0x2000)
         return tl.where(tl.abs(x) < _MAX_FLOAT16, rounded, x).to(PARAM)
 
 
 @triton.jit
-def _ordinal(x, PARAM: tl.constexpr):
-    bits = x.to(tl.int32, bitcast=True)
-    if PARAM == tl.float16:
-        magnitude = tl.abs(x)
-        shifted = (magnitude + _FIRST_NORMAL).to(tl.int32, bitcast=True) - _ONE_EXPONENT
-        shifted = tl.where(magnitude < _FIRST_NORMAL, shifted, magnitude.to(tl.int32, bitcast=True))
-        bits = shifted | (bits & _SIGN_BIT)
-    return bits
+def _ordinal(x):
+    """Of float16."""
+    magnitude = tl.abs(x)
+    shifted = (magnitude + _FIRST_NORMAL).to(tl.int32, bitcast=True) - _ONE_EXPONENT
+    ordinal = tl.where(magnitude < _FIRST_NORMAL, shifted, magnitude.to(tl.int32, bitcast=True))
+    return ordinal | (x.to(tl.int32, bitcast=True) & _SIGN_BIT)
 
 
 @triton.jit
-def _from_ordinal(ordinal, PARAM: tl.constexpr):
-    if PARAM == tl.float16:
-        magnitude = ordinal & ~_SIGN_BIT
-        shifted = (magnitude + _ONE_EXPONENT).to(tl.float32, bitcast=True) - _FIRST_NORMAL
-        value = tl.where(magnitude < _FIRST_NORMAL_BITS, shifted, magnitude.to(tl.float32, bitcast=True))
-        ordinal = value.to(tl.int32, bitcast=True) | (ordinal & _SIGN_BIT)
-    return ordinal.to(tl.float32, bitcast=True)
+def _from_ordinal(ordinal):
+    magnitude = ordinal & ~_SIGN_BIT
+    shifted = (magnitude + _ONE_EXPONENT).to(tl.float32, bitcast=True) - _FIRST_NORMAL
+    value = tl.where(magnitude < _FIRST_NORMAL_BITS, shifted, magnitude.to(tl.float32, bitcast=True))
+    return (value.to(tl.int32, bitcast=True) | (ordinal & _SIGN_BIT)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _merge_weight(weight, residual, PARAM: tl.constexpr, RESIDUAL_BITS: tl.constexpr):
-    CUT: tl.constexpr = 16 if PARAM == tl.bfloat16 else 13
-    ordinal = _ordinal(weight.to(tl.float32), PARAM)
-    if RESIDUAL_BITS == 8:
-        merged = ordinal + (residual.to(tl.int32) << (CUT - 8))
+    fine = residual.to(tl.int32)
+    if PARAM == tl.bfloat16:
+        ordinal = weight.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        merged = ordinal + (fine << (16 - RESIDUAL_BITS))
     else:
-        merged = ordinal + (residual.to(tl.int32) >> (16 - CUT))
-    return _from_ordinal(tl.where((merged ^ ordinal) < 0, ordinal, merged), PARAM)
+        ordinal = _ordinal(weight.to(tl.float32))
+        merged = ordinal + (fine << 5 if RESIDUAL_BITS == 8 else fine >> 3)
+    merged = tl.where((merged ^ ordinal) < 0, ordinal, merged)
+    return merged.to(tl.float32, bitcast=True) if PARAM == tl.bfloat16 else _from_ordinal(merged)
 
 
 @triton.jit
@@ -408,7 +406,7 @@ def _split_bfloat16(x, noise, RESIDUAL_BITS: tl.constexpr):
 def _split_float16(x, noise, RESIDUAL_BITS: tl.constexpr):
     limit: tl.constexpr = _MAX_FLOAT16_24 if RESIDUAL_BITS == 8 else _MAX_FLOAT16_32
     finite = tl.minimum(tl.maximum(x, -limit), limit)
-    ordinal = _ordinal(tl.where(tl.abs(x) < float("inf"), finite, x), tl.float16)
+    ordinal = _ordinal(tl.where(tl.abs(x) < float("inf"), finite, x))
     ordinal = tl.where(x == x, ordinal, _NAN_BITS)
     if RESIDUAL_BITS == 8:
         ordinal = (ordinal + (16 if noise is None else noise >> 11)) & -32
@@ -417,4 +415,4 @@ def _split_float16(x, noise, RESIDUAL_BITS: tl.constexpr):
         residual = ((ordinal - nearest) >> 5).to(tl.int8)
     else:
         residual = ((ordinal - nearest) << 3).to(tl.int16)
-    return _from_ordinal(nearest, tl.float16).to(tl.float16), residual
+    return _from_ordinal(nearest).to(tl.float16), residual
