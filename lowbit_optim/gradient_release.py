@@ -197,8 +197,8 @@ class GradientRelease:
                 index += 1
 
     def _hook_parameters(self) -> None:
-        """Those that are trained and have no hook: new ones, and ones that were frozen before."""
-        new = [p for p in self._model.parameters() if p.requires_grad and id(p) not in self._hooks]
+        """Those that are trained and have no hook: new, or frozen before."""
+        new = [p for p in self._model.parameters() if p.requires_grad and self not in _releases_of(p)]
         if new:
             own = {id(p) for p, *_ in self._own_parameters()}
             self._hooks |= {id(p): p.register_post_accumulate_grad_hook(self._take) for p in new if id(p) in own}
@@ -221,7 +221,7 @@ class GradientRelease:
             )
         for p in params:
             sharding.check_not_flattened(p)
-            if any(_is_release(hook) for hook in (p._post_accumulate_grad_hooks or {}).values()):
+            if _releases_of(p):
                 raise ValueError(
                     f"a parameter of shape {tuple(p.shape)} is released by another optimizer already, and would be "
                     "stepped by both: call remove() on that handle first"
@@ -238,8 +238,10 @@ class GradientRelease:
                 )
 
 
-def _is_release(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), GradientRelease)
+def _releases_of(p: Any) -> list[GradientRelease]:
+    """Whose hooks a parameter has."""
+    owners = [getattr(hook, "__self__", None) for hook in (p._post_accumulate_grad_hooks or {}).values()]
+    return [owner for owner in owners if isinstance(owner, GradientRelease)]
 
 
 def _on(stream: Any, grads: list[Tensor]) -> AbstractContextManager[Any]:
