@@ -80,6 +80,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     place.add_argument(
         "--checkpoint-activations", action="store_true", help="compute activations again in the backward pass"
     )
+    place.add_argument(
+        "--gradient-release", action="store_true", help="step each parameter as its gradient arrives; needs --clip 0"
+    )
+    place.add_argument("--offload-state", action="store_true", help="keep the optimizer's state in host memory")
     place.add_argument("--stop-at", type=int, metavar="STEP", help="write a checkpoint there and end, to go on later")
     return parser.parse_args(argv)
 
@@ -111,6 +115,15 @@ def _add_settings(group: Any) -> None:
     )
     group.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank; needs peft")
     group.add_argument("--qlora", type=int, metavar="RANK", help="the same, beside weights stored in 4 bits")
+    group.add_argument(
+        "--master-weight-bits", type=int, metavar="BITS", help="24 or 32 for bf16 weights; default: the optimizer's own"
+    )
+    group.add_argument(
+        "--no-stochastic-rounding",
+        dest="stochastic_rounding",
+        action="store_false",
+        help="round bf16 weights to nearest",
+    )
     group.add_argument("--compile", action="store_true", help="run the model under torch.compile")
     group.add_argument("--deterministic", action="store_true", help="the same bits on a GPU each time; slower")
 
@@ -137,7 +150,8 @@ def run(args: argparse.Namespace) -> int:
 
     dataset = load_dataset(given.get("data", settings[0].data), settings[0].seq_len)
     out = make_folder(args, settings, parallel)
-    place = {"parallel": parallel, "checkpoint_activations": args.checkpoint_activations}
+    options = ("checkpoint_activations", "gradient_release", "offload_state")
+    place = {"parallel": parallel, **{name: getattr(args, name) for name in options}}
     for each in settings:
         if checkpoint:
             trainer = Trainer.resume(checkpoint, dataset, device, **place)
@@ -178,6 +192,7 @@ def choose_settings(args: argparse.Namespace, given: dict[str, Any], device: tor
     settings = [Settings(**{**default, **given, "optimizer": name}).resolved() for name in names]
     for name in names:
         optimizers.find(name, device)
+        optimizers.check_accepts(name, settings[0].optimizer_options)
     return settings
 
 
@@ -185,7 +200,7 @@ def refuse_changes(given: dict[str, Any], checkpoint: dict[str, Any]) -> None:
     for name, value in given.items():
         saved = checkpoint["settings"][name]
         if name != "data" and value is not None and value != saved:
-            option = "--" + name.replace("_", "-")
+            option = "--no-stochastic-rounding" if name == "stochastic_rounding" else "--" + name.replace("_", "-")
             raise UsageError(f"{option} {value} is not the {saved} that the checkpoint was trained with; leave it out")
     if checkpoint["step"] >= checkpoint["settings"]["steps"]:
         raise UsageError(f"the checkpoint is complete: all {checkpoint['step']} steps are done")

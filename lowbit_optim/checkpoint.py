@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lowbit_optim import codec, sharding, shards
 from lowbit_optim.options import check_options
 from lowbit_optim.subclasses import OptimState8bit
+from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 
 FORMAT_VERSION = 1
 
@@ -77,6 +78,8 @@ def _pack_value(key: str, value: Any) -> Any:
         return {"int8": value} if value.dtype == torch.int8 else {"int16": shards.as_bytes(value)}
     if isinstance(value, OptimState8bit):
         return {"codes": value.codes.detach(), "scale": shards.as_bytes(value.scale.detach())}
+    if isinstance(value, BlockwiseTensor):  # a format that only those know who made it (docs/extending.md)
+        return value.dequantize()
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -314,8 +317,13 @@ def _not_a_state_dict(came: str) -> TypeError:
 
 
 def _check_group(group: Any, index: int) -> None:
-    if not isinstance(group, Mapping) or "params" not in group:
-        raise TypeError(f"parameter group {index} has no 'params'. The checkpoint is damaged: save it again.")
+    if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+        raise TypeError(
+            f"parameter group {index} has no 'params' that are a list. The checkpoint is damaged: save it again."
+        )
+    names = group.get("param_names", [])
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"parameter group {index}: param_names is {names!r}; it must be a list of strings.")
     version = group.get("format_version", FORMAT_VERSION)
     if version != FORMAT_VERSION:
         raise ValueError(
@@ -349,7 +357,7 @@ def _check_order(saved: Sequence[_SavedGroup], live: Sequence[dict[str, Any]]) -
     """Parameters are matched by position, as in torch.optim. Names, where both sides have them, must not contradict."""
     for index, (saved_group, group) in enumerate(zip(saved, live, strict=True)):
         before, now = saved_group.options.get("param_names"), group.get("param_names")
-        if before and now and list(before) != list(now) and set(before) == set(now):
+        if before and now and list(before) != list(now) and sorted(before) == sorted(now):
             first = next((a, b) for a, b in zip(before, now, strict=True) if a != b)
             raise ValueError(
                 f"parameter group {index} has the same names in another order: {first[0]!r} was saved where the "
@@ -399,7 +407,8 @@ def _read_options(saved: _SavedGroup, where: str) -> dict[str, Any]:
     options = {key: value for key, value in saved.options.items() if key not in ignored}
     if "format_version" in saved.options:
         _check_complete(options, where)
-    steps = [state["step"] for state in saved.states if state and "step" in state]  # bitsandbytes: one a parameter
+    # bitsandbytes has one a parameter
+    steps = [_read_step(state["step"], where) for state in saved.states if state and "step" in state]
     if steps:
         options.setdefault("step", max(steps))
     for key in {"weight_decay", "initial_lr"} & set(options):
@@ -439,7 +448,9 @@ def _check_betas(betas: Any, where: str) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not (value.is_meta or value.is_complex())
+    return isinstance(value, numbers.Real)
 
 
 # --- Momentum, in every format that is read -------------------------------------------------------------------------
@@ -453,7 +464,7 @@ def _read_momentum(saved: State, options: dict[str, Any], name: str) -> Tensor:
             _check_keys(saved, {key} | others, name)
             return read(saved, options, name)
     raise ValueError(
-        f"{name}: the saved state has the keys {_list(sorted(saved))}, none of which is a Lion momentum "
+        f"{name}: the saved state has the keys {_list(sorted(saved, key=str))}, none of which is a Lion momentum "
         f"({_list(_READERS)}). Load the checkpoint of a Lion, or start without one."
     )
 
@@ -462,8 +473,8 @@ def _check_keys(saved: State, allowed: set[str], name: str) -> None:
     extra = set(saved) - allowed
     if extra:
         raise ValueError(
-            f"{name}: the saved state has the keys {_list(sorted(extra))}, which no Lion has; allowed are "
-            f"{_list(sorted(allowed))}. The momentum of Adam and others is not Lion's: start without it."
+            f"{name}: the saved state has the keys {_list(sorted(extra, key=str))}, which no Lion has; allowed are "
+            f"{_list(sorted(allowed, key=str))}. The momentum of Adam and others is not Lion's: start without it."
         )
 
 
@@ -477,7 +488,7 @@ def _read_exp_avg(saved: State, options: dict[str, Any], name: str) -> Tensor:
 def _read_own(momentum: Mapping[str, Any], options: dict[str, Any], name: str) -> OptimState8bit:
     if set(momentum) != {"codes", "scale"}:
         raise ValueError(
-            f"{name}: exp_avg has the parts {_list(sorted(momentum)) or 'none'} instead of codes, scale. "
+            f"{name}: exp_avg has the parts {_list(sorted(momentum, key=str)) or 'none'} instead of codes, scale. "
             "The checkpoint is damaged: save it again."
         )
     codes = _checked(momentum["codes"], (torch.int8,), f"{name}: codes")
@@ -547,6 +558,9 @@ def _checked(value: Any, dtypes: Sequence[torch.dtype], where: str, shape: tuple
         raise TypeError(
             f"{where} is {value.dtype}; allowed: {_list(dtypes)}. Convert the checkpoint, or save it again."
         )
+    if value.is_meta or value.layout != torch.strided:
+        kind = "on the meta device, without values" if value.is_meta else f"sparse ({value.layout})"
+        raise ValueError(f"{where} is {kind}; it must be a dense tensor with values. Save the checkpoint again.")
     if shape is not None and value.shape != shape:
         raise ValueError(
             f"{where} has shape {tuple(value.shape)}, not {shape}. The checkpoint is damaged: save it again."

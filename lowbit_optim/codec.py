@@ -404,7 +404,7 @@ def merge_weight(weight: Tensor, residual: Tensor) -> Tensor:
 
 
 def convert_residual(residual: Tensor, dtype: torch.dtype) -> Tensor:
-    """Between int8 and int16; to int8 rounded to nearest, ties away from zero, saturating at 127."""
+    """Between int8 and int16; to int8 rounded to nearest, ties away from zero, and 128 to 127, as the weight stays."""
     if residual.dtype == dtype:
         return residual
     fine = residual.to(torch.int32)

@@ -1,5 +1,6 @@
 """Stepping parameters inside backward, so that their gradients are not in memory all at once."""
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -14,16 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit_optim import sharding, shards
 from lowbit_optim.optimizer import LowBitOptimizer
 
-# On a GPU a launch that steps gradients of this many bytes takes many times as long as it takes to start one.
-_MAX_WAITING_BYTES = 64 << 20
+# Gradients wait until a launch is worth what it costs the host: at most this many bytes of them, and this share of all.
+_MAX_WAITING_BYTES = 256 << 20
+_MAX_WAITING_SHARE = 1 / 16
 
 
 def gradient_release(model: nn.Module, optimizer: LowBitOptimizer) -> "GradientRelease":
     """Step each parameter of a model as its gradient arrives in backward, and free the gradient.
 
     The results are the same in every bit. ``loss.backward()`` leaves ``p.grad`` None; ``optimizer.step()`` is called as
-    ever, after each backward: it steps what is left (up to 64 MiB of gradients wait for it) and counts the step. So
-    closures and schedulers work. With FSDP2, call ``fully_shard`` and build the optimizer first.
+    ever, after each backward: it steps what is left and counts the step, so that closures and schedulers work. Besides
+    the newest gradient at most a sixteenth of all, and 256 MiB, wait to be stepped together. With FSDP2, call
+    ``fully_shard`` and build the optimizer first.
 
     What needs all gradients before the first parameter is stepped cannot be had: clipping by the norm (it would see no
     gradient, and cannot be detected), gradient accumulation by several calls of ``backward``, GradScaler,
@@ -86,8 +89,6 @@ class GradientRelease:
         """Give back the gradients that wait, for this step to take. Returns whether any parameter has been stepped."""
         for number, scalars in self._scalars.items():
             self._check_unchanged(number, scalars)
-        for side, _ in self._sides.values():
-            torch.cuda.current_stream(side.device).wait_stream(side)
         self._put_back()
         return bool(self._scalars)
 
@@ -106,7 +107,6 @@ class GradientRelease:
 
     # --- Inside backward --------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _take(self, p: Tensor) -> None:
         """The hook of a parameter whose gradient is complete."""
         with self._lock:
@@ -115,25 +115,31 @@ class GradientRelease:
             if id(p) in self._seen:
                 raise _second_gradient(p)
             self._seen[id(p)] = p
-            if p.grad is not None and id(p) in self._places and self._can_step(p):
-                self._wait(p, p.grad)
+            grad = p.grad
+            if grad is not None and id(p) in self._places and self._can_step(p, grad):
+                self._wait(p, grad)
                 p.grad = None
-                while sum(waiting.nbytes for waiting in self._waiting.values()) > _MAX_WAITING_BYTES:
+                while self._waiting_bytes > self._limit:
                     self._step_most()
 
+    @torch.no_grad()
     def _begin(self) -> None:
         """With the groups as they are now, and state for all parameters, as in the first of all steps."""
         self._optimizer._all_states()
         self._places = {id(p): place for p, *place in self._own_parameters()}
+        hooked = [shards.to_local(p) for p, *_ in self._own_parameters() if id(p) in self._hooks]
+        self._limit = min(_MAX_WAITING_BYTES, _MAX_WAITING_SHARE * sum(p.nbytes for p in hooked))
 
-    def _can_step(self, p: Any) -> bool:
+    def _can_step(self, p: Any, grad: Tensor) -> bool:
         """All else is left to ``step``: ranks might meet in another order, or be hindered from going on.
 
         Where FSDP keeps shards in host memory, a gradient is still on its way there when this is called.
         """
-        if shards.is_dtensor(p) and p.to_local().device.type != p.device_mesh.device_type:
+        if not shards.is_dtensor(p):
+            return True
+        if p.to_local().device.type != p.device_mesh.device_type:
             return False
-        return not sharding.needs_other_ranks(p, p.grad, self._optimizer.state[p]["exp_avg"])
+        return not sharding.needs_other_ranks(p, grad, self._optimizer.state[p]["exp_avg"])
 
     def _wait(self, p: Tensor, grad: Tensor) -> None:
         local = shards.to_local(grad)
@@ -144,7 +150,9 @@ class GradientRelease:
         waiting.grads.append(grad)
         waiting.indices.append(index)
         waiting.nbytes += local.nbytes
+        self._waiting_bytes += local.nbytes
 
+    @torch.no_grad()
     def _step_most(self) -> None:
         """As many as share a launch, so that small tensors do not cost one each."""
         number, stream = max(self._waiting, key=lambda key: self._waiting[key].nbytes)
@@ -156,14 +164,17 @@ class GradientRelease:
                 number, part, waiting.params, waiting.grads, waiting.indices
             )
         del self._waiting[number, stream]  # not before: after an error they wait on
+        self._waiting_bytes -= waiting.nbytes
 
     @contextmanager
     def _beside(self, stream: Any, grads: list[Tensor]) -> Iterator[None]:
-        """On a stream of its own, so that backward goes on while state comes and goes.
+        """On a stream of its own, so that backward goes on while state comes and goes; its end waits for it.
 
         The host waits if two such are under way already, since their gradients cannot be freed before they are done.
         """
-        side, ends = self._sides.setdefault(stream.device, (torch.cuda.Stream(stream.device), deque()))
+        if stream.device not in self._sides:
+            self._sides[stream.device] = torch.cuda.Stream(stream.device), deque()
+        side, ends = self._sides[stream.device]
         if len(ends) == 2:
             ends.popleft().synchronize()
         side.wait_stream(stream)
@@ -172,17 +183,20 @@ class GradientRelease:
         with torch.cuda.stream(side):
             yield
         ends.append(side.record_event())
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_wait_for, side))
 
     def _put_back(self) -> None:
         for waiting in self._waiting.values():
             for p, grad in zip(waiting.params, waiting.grads, strict=True):
                 p.grad = grad
         self._waiting.clear()
+        self._waiting_bytes = 0
 
     def _reset(self) -> None:
         """To nothing seen since the last step."""
         self._seen: dict[int, Tensor] = {}
         self._waiting: dict[tuple[int, Any], _Waiting] = {}
+        self._waiting_bytes = 0
         self._parts: dict[int, int] = {}  # how many of a group have been stepped
         self._scalars: dict[int, Any] = {}  # and with what
 
@@ -197,11 +211,15 @@ class GradientRelease:
                 index += 1
 
     def _hook_parameters(self) -> None:
-        """Those that are trained and have no hook: new, or frozen before."""
-        new = [p for p in self._model.parameters() if p.requires_grad and self not in _releases_of(p)]
-        if new:
-            own = {id(p) for p, *_ in self._own_parameters()}
-            self._hooks |= {id(p): p.register_post_accumulate_grad_hook(self._take) for p in new if id(p) in own}
+        """Those that are trained and have no hook: new ones, and ones that were frozen before."""
+        new = {id(p) for p, *_ in self._own_parameters() if p.requires_grad and not self._is_hooked(p)}
+        if new:  # to go through a model takes longer than to go through the groups
+            found = [p for p in self._model.parameters() if id(p) in new]
+            self._hooks |= {id(p): p.register_post_accumulate_grad_hook(self._take) for p in found}
+
+    def _is_hooked(self, p: Any) -> bool:
+        """One that was freed leaves its id to another one, but not its hooks."""
+        return id(p) in self._hooks and bool(p._post_accumulate_grad_hooks)
 
     # --- Checks -----------------------------------------------------------------------------------------------------
 
@@ -221,7 +239,7 @@ class GradientRelease:
             )
         for p in params:
             sharding.check_not_flattened(p)
-            if _releases_of(p):
+            if any(_is_release(hook) for hook in (p._post_accumulate_grad_hooks or {}).values()):
                 raise ValueError(
                     f"a parameter of shape {tuple(p.shape)} is released by another optimizer already, and would be "
                     "stepped by both: call remove() on that handle first"
@@ -238,14 +256,16 @@ class GradientRelease:
                 )
 
 
-def _releases_of(p: Any) -> list[GradientRelease]:
-    """Whose hooks a parameter has."""
-    owners = [getattr(hook, "__self__", None) for hook in (p._post_accumulate_grad_hooks or {}).values()]
-    return [owner for owner in owners if isinstance(owner, GradientRelease)]
+def _is_release(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), GradientRelease)
 
 
 def _on(stream: Any, grads: list[Tensor]) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _wait_for(stream: Any) -> None:
+    torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 def _refuse_ddp(module: nn.Module, args: Any) -> None:

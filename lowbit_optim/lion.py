@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lowbit_optim import codec, shards, weights
-from lowbit_optim.optimizer import LowBitOptimizer, ParamsT, decay_of_step, host_value
+from lowbit_optim.hyperparameters import decay_of_step, host_value
+from lowbit_optim.optimizer import LowBitOptimizer, ParamsT
 from lowbit_optim.subclasses.blockwise import dequantize
 
 
@@ -131,6 +132,7 @@ class Lion(LowBitOptimizer):
             0 ... 1, over what this rank holds of the weights; 0 if there are none of these dtypes. Gradients, momentum
             and weight decay, which is smaller still, play no part.
         """
+        self._offload.wait()
         groups = self.param_groups if group is None else [self.param_groups[group]]
         stalled = total = 0
         for each in groups:

@@ -7,15 +7,14 @@ that of the one before on its way back: three streams, three buffers, and an eve
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from lowbit_optim import sharding, shards
-
-Updates: TypeAlias = Any  # lowbit_optim.optimizer's, which imports this module
+from lowbit_optim.updates import Updates
 
 _CHUNK_BYTES = 64 << 20  # a copy of so many takes many times as long as it takes to start one
 _BUFFERS = 3  # with two, a copy to the device would wait for the one back from it

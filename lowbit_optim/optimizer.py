@@ -2,13 +2,12 @@
 
 import functools
 import itertools
-import math
 import operator
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,38 +17,22 @@ from torch.utils._triton import has_triton
 
 from lowbit_optim import checkpoint, codec, offload, sharding, shards, weights
 from lowbit_optim.compiled import CompiledUpdate, UpdateFunction
+from lowbit_optim.hyperparameters import (
+    advance_step,
+    as_scalar,
+    check_lr,
+    is_capturing,
+    kernel_scalars,
+    on_device,
+    step_as_tensor,
+)
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
+from lowbit_optim.updates import NO_UPDATES, Updates, check_dtype
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
-_PARAM_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-_GRAD_DTYPES = {*_PARAM_DTYPES, torch.float64}
 _SAVING = threading.RLock()  # reentrant, since a user's hook may ask for a state dict too
 _MAX_FUSED_BLOCK_SIZE = 4096  # a program of the kernel keeps a block in its registers
-
-
-class Updates(NamedTuple):
-    """What is to be stepped: lists of equal length.
-
-    ``residuals`` are those of master weights, None where there is none. ``indices`` count over all groups; ``firsts``
-    are the indices of first elements, where the others are shards.
-    """
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    residuals: list[Tensor | None]
-    indices: list[int]
-    firsts: list[int]
-
-    @property
-    def state(self) -> dict[str, list[Any]]:
-        """What lives where a parameter's state does."""
-        return {"exp_avgs": self.exp_avgs, "residuals": self.residuals}
-
-    def select(self, chosen: list[bool]) -> "Updates":
-        columns: list[list[Any]] = [list(itertools.compress(column, chosen)) for column in self]
-        return Updates(*columns)
 
 
 class _StateOrder:
@@ -129,21 +112,21 @@ class LowBitOptimizer(Optimizer):
             for p in group["params"]:
                 sharding.check_not_flattened(p)
                 if p.requires_grad:
-                    _check_dtype(p)
+                    check_dtype(p)
         except (TypeError, NotImplementedError):
             self.param_groups.pop()
             raise
         group["lr"] = _copy(group["lr"])  # a scheduler writes into a tensor, and groups may have been given the same
         if group["decouple_lr"]:
             group.setdefault("initial_lr", _copy(group["lr"]))
-        _step_as_tensor(group)
+        step_as_tensor(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
         self._offload = offload.Offload()
         for group in self.param_groups:
-            _step_as_tensor(group)
+            step_as_tensor(group)
 
     # --- State ------------------------------------------------------------------------------------------------------
 
@@ -160,7 +143,7 @@ class LowBitOptimizer(Optimizer):
     def _new_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Zero state, contiguous; of DTensors if the parameter is one, else of plain tensors."""
         sharding.check_not_flattened(p)
-        _check_dtype(p)
+        check_dtype(p)
         state = {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
         if group["master_weight_bits"] and p.dtype != torch.float32:
             state["master_residual"] = sharding.zeros_like(p, codec.RESIDUAL_DTYPES[group["master_weight_bits"]])
@@ -281,12 +264,9 @@ class LowBitOptimizer(Optimizer):
         Returns:
             The hyper-parameters that they were stepped with.
         """
+        collected = [NO_UPDATES] * len(self.param_groups)
         states = [self.state[p] for p in params]
-        exp_avgs = [state["exp_avg"] for state in states]
-        residuals = [state.get("master_residual") for state in states]
-        none = Updates([], [], [], [], [], [])
-        collected = [none] * len(self.param_groups)
-        collected[number] = Updates(params, grads, exp_avgs, residuals, indices, [0] * len(params))
+        collected[number] = Updates.of(self.param_groups[number], params, grads, states, indices)
         collected, step_offloaded = self._prepare_offloaded(collected, part)
         prepared = self._prepare(number, collected[number], part)
         step_offloaded()
@@ -299,8 +279,8 @@ class LowBitOptimizer(Optimizer):
             return collected, lambda: None
         collected, chunks = self._offload.split(collected)
         prepared = [self._prepare(chunk.group, chunk.updates, (part, i)) for i, chunk in enumerate(chunks)]
-        steps = {id(chunk): group_step for chunk, group_step in zip(chunks, prepared, strict=True)}
-        return collected, lambda: self._offload.run(chunks, lambda chunk: self._step_part(steps[id(chunk)]))
+        steps = dict(zip(chunks, prepared, strict=True))
+        return collected, lambda: self._offload.run(chunks, lambda chunk: self._step_part(steps[chunk]))
 
     def _step_part(self, step: _GroupStep) -> None:
         """Of a group, with the number of the coming step, which is counted once for all."""
@@ -326,11 +306,7 @@ class LowBitOptimizer(Optimizer):
             params = group["params"]
             indices = list(range(first, first + len(params)))
             first += len(params)
-            exp_avgs: list[Any] = [state["exp_avg"] if state else None for state in states]
-            residuals: list[Any] = [None] * len(params)
-            if group["master_weight_bits"]:
-                residuals = [state.get("master_residual") if state else None for state in states]
-            updates = Updates(params, [p.grad for p in params], exp_avgs, residuals, indices, [0] * len(params))
+            updates = Updates.of(group, params, [p.grad for p in params], states, indices)
             if not all(map(operator.is_not, updates.grads, itertools.repeat(None))):
                 updates = updates.select([grad is not None for grad in updates.grads])
             collected.append(updates)
@@ -360,30 +336,30 @@ class LowBitOptimizer(Optimizer):
 
     def _prepare(self, number: int, updates: Updates, part: Hashable = -1) -> _GroupStep:
         """Raises whatever is wrong with a group or its parameters."""
-        group, none = self.param_groups[number], Updates([], [], [], [], [], [])
+        group = self.param_groups[number]
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
             group.setdefault("initial_lr", _copy(group["lr"]))
-        _check_lr(group)
+        check_lr(group)
         scalars = self._scalars(group)
         if self.defaults["fused"] is False or torch.compiler.is_compiling():
-            _check_updates(updates, group)
-            return _GroupStep(group, scalars, None, none, updates, [])
+            updates.check(group["master_weight_bits"])
+            return _GroupStep(group, scalars, None, NO_UPDATES, updates, [])
         options = (group["block_size"], group["seed"], group["stochastic_rounding"], group["master_weight_bits"])
         fused = self._fused_steps.get((number, part))
         if fused is not None and fused.takes(updates, options):
-            return _GroupStep(group, scalars, fused, updates, none, [])
-        _check_updates(updates, group)
-        updates = _in_one_run(updates, lambda p: self._is_fused(p, group))
+            return _GroupStep(group, scalars, fused, updates, NO_UPDATES, [])
+        updates.check(group["master_weight_bits"])
+        updates = updates.in_one_run(lambda p: self._is_fused(p, group))
         chosen = [self._is_fused(p, group) for p in updates.params]
         one_by_one = updates.select([not each for each in chosen])
-        updates, copied = _as_plain(updates.select(chosen))
+        updates, copied = updates.select(chosen).as_plain()
         if updates.params and (fused is None or not fused.takes(updates, options)):
             fused = self._fused_steps[number, part] = self._new_fused_step()  # type: ignore[misc]
             fused.plan(updates, options)
         return _GroupStep(group, scalars, fused, updates, one_by_one, copied)
 
     def _step_group(self, step: _GroupStep, shared_blocks: sharding.SharedBlocks) -> None:
-        moves_weights = _advance_step(step.group, getattr(self, "found_inf", None))
+        moves_weights = advance_step(step.group, getattr(self, "found_inf", None))
         if step.together.params:
             self._step_together(step)
         updates = step.one_by_one
@@ -416,7 +392,7 @@ class LowBitOptimizer(Optimizer):
         is_rounded = p.dtype != torch.float32 and (residual is None or residual.dtype == torch.int8)
         if not group["stochastic_rounding"] or not is_rounded:
             return None, None
-        return _noise_key(group["seed"], index), _on_device(group["step"], p.device)
+        return _noise_key(group["seed"], index), on_device(group["step"], p.device)
 
     # --- Fused step -------------------------------------------------------------------------------------------------
 
@@ -447,7 +423,7 @@ class LowBitOptimizer(Optimizer):
     def _step_together(self, step: _GroupStep) -> None:
         count, grad_scale = step.group["step"], getattr(self, "grad_scale", None)
         step.fused.run(
-            _kernel_scalars(step.scalars, step.together.params[0].device),
+            kernel_scalars(step.scalars, step.together.params[0].device),
             count.item() if count.device.type == "cpu" else count,
             None if grad_scale is None else grad_scale.double().reciprocal().float(),  # as GradScaler's own unscaling
             getattr(self, "found_inf", None),
@@ -486,44 +462,13 @@ def _update_param(
     local = shards.to_local(p)
     copied = is_traceable_wrapper_subclass(local) or not local.is_contiguous()
     # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
-    values = _contiguous_copy(local) if copied else local.detach()
+    values = shards.plain_copy(local) if copied else local.detach()
     grad = sharding.local_grad(p, grad).contiguous()
     for step in sharding.local_steps(p, values, grad, exp_avg, residual, noisy=noise[0] is not None):
         tensors = step.param, step.grad, step.exp_avg
         update(*tensors, *scalars, *noise, step.position, master_residual=step.master_residual)
     if copied:
         local.copy_(values)
-
-
-def _in_one_run(updates: Updates, is_fused: Callable[[Tensor], bool]) -> Updates:
-    """With what this rank holds in place of each DTensor that the fused step can take so."""
-    rows: list[tuple[Any, ...]] = []
-    for p, grad, exp_avg, residual, index, first in zip(*updates, strict=True):
-        run = sharding.one_run(p, grad, exp_avg, residual) if shards.is_dtensor(p) else None
-        if run is not None and is_fused(run[0]):
-            rows.append((*run[:4], index, run[4]))
-        else:
-            rows.append((p, grad, exp_avg, residual, index, first))
-    return Updates(*(list(column) for column in zip(*rows, strict=True))) if rows else updates
-
-
-def _as_plain(updates: Updates) -> tuple[Updates, list[tuple[Tensor, Tensor]]]:
-    """Copies where need be, and which parameters are to be copied back from where."""
-    params, grads, copied = [], [], []
-    for p, grad in zip(updates.params, updates.grads, strict=True):
-        values = p
-        if is_traceable_wrapper_subclass(p) or not p.is_contiguous():
-            values = _contiguous_copy(p)
-            copied.append((p, values))
-        params.append(values)
-        if is_traceable_wrapper_subclass(grad):
-            grad = _contiguous_copy(grad)
-        grads.append(grad.contiguous())
-    return updates._replace(params=params, grads=grads), copied
-
-
-def _contiguous_copy(p: Tensor) -> Tensor:
-    return torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(p)
 
 
 @functools.cache
@@ -536,106 +481,11 @@ def _noise_key(seed: int, parameter_index: int) -> Tensor:
     return torch.tensor(codec.noise_key(seed, parameter_index), device="cpu")
 
 
-# --- Hyper-parameters -----------------------------------------------------------------------------------------------
-
-
-def as_scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    """0-D float32. A value of the host stays there: a kernel takes it as an argument."""
-    if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float32, device="cpu")
-    return _on_device(value.detach().reshape(()).float(), device)
-
-
-def host_value(value: float | Tensor) -> float | Tensor:
-    """A float wherever reading it waits for no device, since products of floats are formed in fp64."""
-    if not isinstance(value, Tensor) or value.device.type != "cpu" or torch.compiler.is_compiling():
-        return value
-    return value.item()
-
-
-def decay_of_step(group: Mapping[str, Any]) -> float | Tensor:
-    """The share of itself that a weight loses in this step: never NaN, and 0 where lr is."""
-    lr, weight_decay = host_value(group["lr"]), group["weight_decay"]
-    if not group["decouple_lr"]:
-        return lr * weight_decay
-    initial_lr = host_value(group["initial_lr"])
-    if isinstance(lr, Tensor) or isinstance(initial_lr, Tensor):
-        lr, initial_lr = torch.as_tensor(lr), torch.as_tensor(initial_lr)
-        return torch.where(lr == 0, 0.0, weight_decay * (lr / initial_lr))
-    if lr == 0.0:
-        return 0.0
-    if initial_lr == 0.0:
-        raise ValueError(
-            f"decouple_lr scales weight decay by lr / initial_lr, and initial_lr is 0 while lr is {lr}. Give the "
-            "optimizer its full learning rate (a warm-up belongs in a scheduler), or set group['initial_lr']."
-        )
-    return weight_decay * (lr / initial_lr)
-
-
-def _on_device(value: Tensor, device: torch.device) -> Tensor:
-    return value if value.device == device or value.device.type == "cpu" else value.to(device)
-
-
-def _kernel_scalars(scalars: tuple[float | Tensor, ...], device: torch.device) -> tuple[float | Tensor, ...]:
-    """As the fused kernel takes them: lr and decay both floats, or both 0-D float32 on a device; the others floats."""
-    lr, decay, *others = (host_value(value) for value in scalars)
-    if isinstance(lr, Tensor) or isinstance(decay, Tensor):
-        lr, decay = (torch.as_tensor(value, dtype=torch.float32, device=device).reshape(()) for value in (lr, decay))
-    else:
-        lr, decay = float(lr), float(decay)
-    return lr, decay, *(float(value) for value in others)
-
-
-def _check_lr(group: Mapping[str, Any]) -> None:
-    lr = host_value(group["lr"])
-    if _is_capturing() and not (isinstance(lr, Tensor) and lr.device == group["step"].device):
-        raise RuntimeError(
-            "a CUDA graph would use this step's learning rate and rounding noise in every replay: give the learning "
-            "rate as a tensor on the device, and run one step with it before this one is captured"
-        )
-    if not isinstance(lr, Tensor) and not math.isfinite(lr):
-        raise ValueError(f"lr is {lr} in this step; it must be finite. Look at what set it: a scheduler, or by hand")
-
-
-def _advance_step(group: dict[str, Any], found_inf: Tensor | None) -> bool:
-    """Count a step if it moves weights, and say whether it does: DCP creates state with a hidden step at lr 0.
-
-    A learning rate on a device is not waited for, nor is ``found_inf``; the count is then the device's, and the answer
-    True.
-    """
-    lr = host_value(group["lr"])
-    moves = [] if found_inf is None else [found_inf.reshape(()) == 0]
-    if isinstance(lr, Tensor):
-        moves.insert(0, lr.detach().reshape(()) != 0)
-    elif lr == 0.0:
-        return False
-    if not moves:
-        group["step"] = group["step"] + 1
-        return True
-    device = moves[0].device
-    if group["step"].device != device:
-        group["step"] = group["step"].to(device)
-    # in place, so that a captured graph goes on counting
-    group["step"].add_(functools.reduce(torch.logical_and, [each.to(device) for each in moves]))
-    return True
-
-
 def _check_not_capturing() -> None:
-    if _is_capturing():
+    if is_capturing():
         raise RuntimeError(
             "a CUDA graph would set the optimizer's state to zero in every replay: run a step before it is captured"
         )
-
-
-def _is_capturing() -> bool:
-    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
-        return False
-    return torch.cuda.is_current_stream_capturing()
-
-
-def _step_as_tensor(group: dict[str, Any]) -> None:
-    if not isinstance(group.get("step"), Tensor):
-        group["step"] = torch.tensor(group.get("step", 0), dtype=torch.int64, device="cpu")
 
 
 def _pack_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -648,50 +498,3 @@ def _pack_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _check_updates(updates: Updates, group: Mapping[str, Any]) -> None:
-    for p, grad, exp_avg, residual, index, _ in zip(*updates, strict=True):
-        sharding.check(p, grad, f"parameter {index}")
-        _check_state(p, grad, exp_avg, residual, index, group)
-    if not {p.dtype for p in updates.params} <= _PARAM_DTYPES:
-        for p in updates.params:
-            _check_dtype(p)
-    if not {grad.layout for grad in updates.grads} <= {torch.strided}:
-        for p, grad, _, _, index, _ in zip(*updates, strict=True):
-            if grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({grad.layout}); this "
-                    "optimizer needs dense ones: build the embedding with sparse=False"
-                )
-
-
-def _check_state(
-    p: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, index: int, group: Mapping[str, Any]
-) -> None:
-    """That gradient and state are of the parameter and the options as they are now."""
-    name = f"parameter {index} of shape {tuple(p.shape)}"
-    if not p.shape == grad.shape == exp_avg.shape:
-        raise RuntimeError(
-            f"{name} has a gradient of shape {tuple(grad.shape)} and state of shape {tuple(exp_avg.shape)}, from "
-            "before it was changed. When p.data is replaced by another shape, set p.grad = None and del "
-            "optimizer.state[p]."
-        )
-    if residual is not None and p.dtype == torch.float32:
-        raise RuntimeError(
-            f"{name} was changed to float32, and its state has a residual for 16 bits. Take "
-            "optimizer.fp32_state_dict(model) before the change, and load it into the model of a new optimizer."
-        )
-    if residual is None and group["master_weight_bits"] and p.dtype in codec.CUT_BITS:
-        raise RuntimeError(
-            f"{name} is {p.dtype}, with master_weight_bits={group['master_weight_bits']}. It or that was changed since "
-            "its state was made, which has no residual: optimizer.load_state_dict(optimizer.state_dict()) gives it one."
-        )
-
-
-def _check_dtype(p: Tensor) -> None:
-    if p.dtype not in _PARAM_DTYPES:
-        raise TypeError(
-            f"a parameter of shape {tuple(p.shape)} is {p.dtype}; parameters must be float32, bfloat16 or float16. "
-            "Convert the model with model.to(torch.float32), or leave the parameter out."
-        )

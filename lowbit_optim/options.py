@@ -66,15 +66,15 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in ("quantize", "stochastic_rounding", "decouple_lr", "maximize", "offload_state"):
         if not isinstance(options[name], bool):
             raise TypeError(f"{name}={options[name]!r}; it must be True or False")
-    if options["fused"] not in (None, True, False):
-        raise TypeError(f"fused={options['fused']!r}; it must be None, True or False")
-    _check_available(options)
-
-
-def _check_available(options: Mapping[str, Any]) -> None:
     if options["master_weight_bits"] not in (None, 24, 32):
         raise ValueError(f"master_weight_bits={options['master_weight_bits']!r}; it must be None, 24 or 32")
-    if options["fused"] and not has_triton_package():
+    _check_fused(options["fused"])
+
+
+def _check_fused(fused: Any) -> None:
+    if fused not in (None, True, False):
+        raise TypeError(f"fused={fused!r}; it must be None, True or False")
+    if fused and not has_triton_package():
         raise RuntimeError(
             "fused=True needs Triton, which cannot be imported here: install it, or leave fused=None, which steps the "
             "parameters one by one with the same results"

@@ -59,12 +59,7 @@ def store_residual(target: Tensor, residual: Tensor) -> None:
 
     Fewer bits are rounded to; the weight stays, so that what would go to the next one stops halfway to it.
     """
-    if target.dtype != residual.dtype:
-        local = codec.convert_residual(shards.to_local(residual), target.dtype)
-        sharded: Any = residual
-        is_sharded = shards.is_dtensor(residual)
-        residual = shards.from_local(local, sharded, sharded.shape, sharded.placements) if is_sharded else local
-    shards.copy_(target, residual)
+    shards.copy_(target, map_parts(residual, lambda x: codec.convert_residual(x, target.dtype)))
 
 
 def _whole(momentum: Tensor) -> Tensor:
@@ -82,7 +77,7 @@ def _is_sharded(momentum: Tensor) -> bool:
 def map_parts(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Momentum, or any other tensor of state, with ``function`` applied to what this rank holds of each part of it.
 
-    ``function`` keeps shapes and dtypes. None stays None.
+    ``function`` keeps shapes, and the dtypes of what is quantised. None stays None.
     """
     if state is None:
         return None

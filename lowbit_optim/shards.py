@@ -32,6 +32,11 @@ def to_local(x: Tensor) -> Tensor:
     return x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
 
 
+def plain_copy(x: Tensor) -> Tensor:
+    """A plain, contiguous tensor with the values of ``x``, which may be of a subclass or laid out otherwise."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
 def from_local(local: Tensor, like: Any, shape: Sequence[int], placements: Sequence[Any]) -> Tensor:
     """A contiguous DTensor of ``shape`` on the mesh of ``like``, around what this rank holds of it.
 

@@ -1,4 +1,4 @@
-"""A model's weights in fp32, out of it and into it, by way of the residuals of master weights.
+"""A model's weights in fp32, out of it and into it, by way of the residuals of master weights; and which of them stall.
 
 A residual is looked up by the parameter that it belongs to: int8 or int16, shaped and sharded like it, None where there
 is none. Nothing here is a collective call, unless weights are loaded that are sharded otherwise than the model.
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit_optim import codec, sharding, shards
+
+_CHUNK_NUMEL = 2**24  # that are counted at a time, since this takes some 40 bytes for each
+_EXTREME_NOISES = (0, 0xFFFF)  # those between them round to one or the other result
 
 
 @torch.no_grad()
@@ -49,17 +52,17 @@ def _master(p: Any, residual: Tensor | None) -> Tensor:
     """fp32, shaped and sharded like ``p``; what is wider than 16 bits is ``p`` itself."""
     if p.dtype not in codec.CUT_BITS:
         return p.detach()
-    local = plain_values(p)
+    local = _plain_values(p)
     fine = None if residual is None else shards.to_local(residual).to(local.device)
     master = codec.read_weight(local, fine).contiguous()
     return shards.from_local(master, p, p.shape, p.placements) if shards.is_dtensor(p) else master
 
 
-def plain_values(p: Tensor) -> Tensor:
+def _plain_values(p: Tensor) -> Tensor:
     """What this rank holds of ``p``, as a plain tensor."""
     local = shards.to_local(p).detach()
     if is_traceable_wrapper_subclass(local):
-        return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
+        return shards.plain_copy(local)
     return local
 
 
@@ -100,22 +103,21 @@ def _check_fits(key: str, live: Tensor, value: Any) -> None:
         raise TypeError(f"{key!r} is {value.dtype} in the state dict, {live.dtype} in the model")
 
 
-CHUNK = 2**24  # elements looked at at a time, since this takes some 40 bytes for each
-NOISES = (0, 0xFFFF)  # those between them round to one or the other result
+# --- Weights that do not move ---------------------------------------------------------------------------------------
 
 
 def count_stalled(p: Tensor, residual: Tensor | None, lr: float, stochastic_rounding: bool) -> int:
     """Of the weights that this rank holds, how many are stored the same after an update of ``lr`` up or down."""
-    weight = plain_values(p).flatten()
+    weight = _plain_values(p).flatten()
     fine = None if residual is None else shards.to_local(residual).flatten().to(weight.device)
     stalled = 0
-    for start in range(0, weight.numel(), CHUNK):
-        part = weight[start : start + CHUNK]
-        residual_part = None if fine is None else fine[start : start + CHUNK]
+    for start in range(0, weight.numel(), _CHUNK_NUMEL):
+        part = weight[start : start + _CHUNK_NUMEL]
+        residual_part = None if fine is None else fine[start : start + _CHUNK_NUMEL]
         is_stalled = torch.ones_like(part, dtype=torch.bool)
         master = codec.read_weight(part, residual_part)
         for moved in (master - lr, master + lr):
-            for noise in NOISES if stochastic_rounding else (None,):
+            for noise in _EXTREME_NOISES if stochastic_rounding else (None,):
                 is_stalled &= _is_stored_alike(part, residual_part, moved, noise)
         stalled += int(is_stalled.sum())
     return stalled

@@ -23,7 +23,8 @@ def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
     significant, smallest = {torch.bfloat16: (8, -126), torch.float16: (11, -14)}[dtype]
     _, exponent = torch.frexp(x.double())
     exponent = (exponent - 1).clamp(min=smallest)
-    return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - (significant - 1))
+    exponent = exponent.to(torch.int64) - (significant - 1)
+    return ((exponent + 1023) << 52).view(torch.float64)  # by its bits, since a GPU's powers of 2 may be rounded
 
 
 def nearest_weight(x: Tensor, dtype: torch.dtype) -> Tensor:

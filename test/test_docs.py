@@ -1,5 +1,6 @@
 """The Python snippets in the README and in docs/ run as printed, and the links between the pages lead somewhere."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -34,6 +35,18 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_troubleshooting_quotes_messages_of_the_code() -> None:
+    """In bold and in quotes; … stands for what differs."""
+    sources = [path.read_text() for path in (ROOT / "lowbit_optim").rglob("*.py")]
+    strings = {n.value for source in sources for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant)}
+    messages = "\n".join(string for string in strings if isinstance(string, str))
+    page = " ".join((ROOT / "docs" / "troubleshooting.md").read_text().split())
+    quotes = re.findall(r'\*\*"(.*?)"\.?\*\*', page)
+    assert len(quotes) >= 10
+    parts = [part.strip(" ,") for quote in quotes for part in quote.split("…")]
+    assert [part for part in parts if part not in messages] == []
 
 
 def test_the_readme_has_snippets() -> None:

@@ -25,6 +25,7 @@ def _small_and_eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A few tensors at a time, as in a model that is much larger than what may wait."""
     module = sys.modules["lowbit_optim.gradient_release"]  # the package's attribute is the function
     monkeypatch.setattr(module, "_MAX_WAITING_BYTES", LIMIT)
+    monkeypatch.setattr(module, "_MAX_WAITING_SHARE", 1)
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -82,8 +83,8 @@ def assert_equal(model: nn.Module, optimizer: Lion8bit, other: nn.Module, other_
         state, expected = optimizer.state.get(p), other_optimizer.state.get(q)
         assert (state is None) == (expected is None), name
         if state is not None:
-            for a, b in zip(parts(state["exp_avg"]), parts(expected["exp_avg"]), strict=True):
-                assert torch.equal(a, b), name
+            for key, value in expected.items():
+                assert all(map(torch.equal, parts(state[key]), parts(value))), (name, key)
     assert [int(g["step"]) for g in optimizer.param_groups] == [int(g["step"]) for g in other_optimizer.param_groups]
 
 
@@ -106,7 +107,9 @@ def early_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "options", [{}, {"quantize": False}, {"decouple_lr": True, "maximize": True}, {"fused": False, "seed": 3}], ids=str
+    "options",
+    [{}, {"quantize": False}, {"decouple_lr": True, "maximize": True, "fused": False}, {"master_weight_bits": 24}],
+    ids=str,
 )
 def test_the_bits_are_those_of_plain_steps(
     device: str, dtype: torch.dtype, options: dict[str, Any], early_steps: list[int]
@@ -135,6 +138,14 @@ def test_gradients_are_gone_after_backward(device: str) -> None:
     optimizer.step()
     assert all(p.grad is None for p in model.parameters())
     assert not optimizer._release._waiting
+
+
+def test_a_share_of_all_gradients_waits_at_most(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["lowbit_optim.gradient_release"], "_MAX_WAITING_SHARE", 0.1)
+    model, optimizer, _ = make(device)
+    model(tokens(0, device)).backward()
+    waiting = sum(each.nbytes for each in optimizer._release._waiting.values())
+    assert 0 < waiting <= 0.1 * sum(p.nbytes for p in model.parameters())
 
 
 def test_a_learning_rate_of_0_moves_and_counts_nothing(device: str) -> None:

@@ -58,7 +58,7 @@ def train(optimizer: Lion8bit, steps: int = STEPS, first: int = 0) -> None:
 def parts(optimizer: Lion8bit) -> list[Tensor]:
     """The live state, after the copies are done."""
     optimizer._offload.wait()
-    states = (optimizer.state[p]["exp_avg"] for p in all_parameters(optimizer))
+    states = [value for p in all_parameters(optimizer) for value in optimizer.state[p].values()]
     return [x for s in states for x in ([s.codes, s.scale] if isinstance(s, OptimState8bit) else [s])]
 
 
@@ -144,7 +144,9 @@ class LazyStreams:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "options", [{}, {"quantize": False}, {"fused": False}, {"decouple_lr": True, "maximize": True}], ids=str
+    "options",
+    [{}, {"quantize": False}, {"fused": False}, {"master_weight_bits": 24}, {"master_weight_bits": 32}],
+    ids=str,
 )
 def test_the_bits_are_those_of_state_on_the_device(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """With a schedule; some parameters have no gradient in some steps."""
@@ -165,7 +167,7 @@ def test_copies_wait_for_one_another(eager: str, waits: bool, limit: int, monkey
     """Whichever stream is ahead, with many chunks and with one."""
     monkeypatch.setattr(offload, "_CHUNK_BYTES", limit)
     streams = LazyStreams(monkeypatch, eager, waits)
-    pair = [make("cpu", offload_state) for offload_state in (True, False)]
+    pair = [make("cpu", offload_state, master_weight_bits=24) for offload_state in (True, False)]
     for optimizer in pair:
         train(optimizer, 8)
     assert_equal(*pair)
@@ -177,7 +179,7 @@ def test_state_lives_in_host_memory(device: str, monkeypatch: pytest.MonkeyPatch
     on_host: list[Any] = []
     to_host = offload.to_host
     monkeypatch.setattr(offload, "to_host", lambda state: on_host.append(to_host(state)) or on_host[-1])
-    optimizer = make(device)
+    optimizer = make(device, master_weight_bits=24)
     for _ in range(2):
         train(optimizer, 2)
         assert all(part.device.type == "cpu" for part in parts(optimizer))
@@ -262,7 +264,7 @@ def test_with_gradient_release(device: str, monkeypatch: pytest.MonkeyPatch) -> 
         optimizer = Lion8bit(model.parameters(), lr=1e-2, min_quantized_numel=0, offload_state=saving)
         if saving:
             release = gradient_release(model, optimizer)
-            monkeypatch.setitem(type(release)._take.__globals__, "_MAX_WAITING_BYTES", 10_000)
+            monkeypatch.setitem(type(release)._take.__globals__, "_MAX_WAITING_SHARE", 0.2)
         for step in range(STEPS):
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
             model(x).square().mean().backward()
@@ -279,7 +281,7 @@ def test_with_gradient_release(device: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_checkpoint_goes_both_ways(device: str) -> None:
     """Saved with and without, loaded without and with; the saved tensors are alike but for their device."""
     for before, after in [(True, False), (False, True), (True, True)]:
-        first, second = make(device, before), make(device, after)
+        first, second = (make(device, offload_state, master_weight_bits=32) for offload_state in (before, after))
         train(first, 5)
         saved = copy.deepcopy(first.state_dict())
         with torch.no_grad():
@@ -291,7 +293,7 @@ def test_a_checkpoint_goes_both_ways(device: str) -> None:
         assert_equal(first, second)
 
 
-@pytest.mark.parametrize("read", [Lion8bit.state_dict, copy.deepcopy], ids=["state_dict", "deepcopy"])
+@pytest.mark.parametrize("read", [Lion8bit.state_dict, Lion8bit.stalled_fraction, copy.deepcopy])
 def test_what_is_read_waits_for_copies(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = LazyStreams(monkeypatch, waits=True)
     optimizer, expected = make("cpu"), make("cpu", False)
@@ -302,6 +304,20 @@ def test_what_is_read_waits_for_copies(read: Any, monkeypatch: pytest.MonkeyPatc
     read(optimizer)
     assert download.done == len(download.work)
     assert_equal(optimizer, expected)
+
+
+def test_weights_in_fp32(device: str) -> None:
+    """Their residuals are in host memory."""
+    model = nn.Linear(64, 64).to(device, torch.bfloat16)
+    weights = {name: p.detach().float() + torch.rand_like(p.float()) * 1e-4 for name, p in model.named_parameters()}
+    optimizer = Lion8bit(model.parameters(), offload_state=True, master_weight_bits=32)
+    optimizer.load_fp32_state_dict(model, weights)
+    exported = optimizer.fp32_state_dict(model)
+    assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
+    model(torch.ones(64, device=device, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    exported = optimizer.fp32_state_dict(model)
+    assert all(((exported[name] - w).abs() - 1e-4).abs().max() < 1e-7 for name, w in weights.items())
 
 
 def test_saving_at_once_after_a_step(device: str) -> None:

@@ -15,7 +15,9 @@ STATE_BYTES = {
     "flashoptim.FlashLion": (1 + 2 / 32, 1 + 2 / 32),
     "torchao.AdamW8bit": (2 + 8 / 256, 4),
 }
-_RELEASED_BYTES = 64 << 20  # of gradients that gradient_release keeps waiting, at most
+# What a step allocates for the largest matrix, bytes an element; nothing where a kernel does it all.
+STEP_BYTES = {"lion_pytorch.Lion": 4}
+_WAITING_BYTES, _WAITING_SHARE = 256 << 20, 1 / 16  # of gradients that gradient_release keeps waiting, at most
 _OFFLOAD_BUFFERS = 3 * (64 << 20)
 _WEIGHT_BYTES = 2
 
@@ -57,18 +59,21 @@ def estimate(
     gradient_release: bool = False,
     offload_state: bool = False,
 ) -> Estimate:
-    """Of one step in bf16 with activation checkpointing: the largest of these three moments.
+    """Of one step in bf16 with activation checkpointing: the largest of these moments.
 
     1. *The loss*, before there is any gradient: the input of each block (2 bytes an element), and three fp32 matrices
        of tokens by vocabulary in the backward of cross entropy.
-    2. *The last block's backward*: all gradients (with ``gradient_release`` the largest one and what waits), and the
-       activations of one block.
-    3. *The step*: all gradients, and what the step allocates.
+    2. *The first block's backward*: all gradients but the embedding's, and the activations of one block.
+    3. *The end of backward, and the step*: all gradients, and what the step allocates.
+
+    With ``gradient_release`` the second and third have only the largest gradient and those that wait for the step.
 
     Args:
         tokens: of a batch, in all its sequences.
         optimizer: a key of ``STATE_BYTES``.
         master_weight_bits: bits of weight and residual together; None has no residual.
+        gradient_release: parameters are stepped in backward.
+        offload_state: state is in host memory, and passes through buffers.
     """
     matrices = matrix_sizes(config)
     n_matrix, n_vector = sum(matrices), vector_elements(config)
@@ -82,18 +87,16 @@ def estimate(
         state = 0.0
 
     inputs = 2 * config.layers * tokens * config.dim
-    all_gradients = weights
-    last = 2 * (2 * config.dim * 4 + config.ff * 4) * tokens  # bytes of what one block's backward holds
+    block = 2 * (8 * config.dim + 4 * config.ff) * tokens
+    largest, gradients = _WEIGHT_BYTES * max(matrices), float(weights)
+    before_embedding = gradients - _WEIGHT_BYTES * matrices[0] * (not config.tied)
+    if gradient_release:
+        waiting = min(_WAITING_BYTES, _WAITING_SHARE * gradients)
+        gradients, before_embedding = waiting + largest, waiting
+    temporary = buffers + STEP_BYTES.get(optimizer, 0) * max(matrices)
     moments = [
         Estimate(weights, state, 0, inputs + 12 * tokens * config.vocab, 0),
-        Estimate(weights, state, all_gradients, last, 0),
-        Estimate(weights, state, all_gradients, 0, buffers),
+        Estimate(weights, state, before_embedding, block, buffers if gradient_release else 0),
+        Estimate(weights, state, gradients, 0, temporary),
     ]
-    if gradient_release:
-        head = 2 * max(matrices)  # its gradient is the first, while those of the logits are still there
-        released = min(all_gradients, _RELEASED_BYTES)
-        moments[1:] = [
-            Estimate(weights, state, head, inputs + 2 * tokens * config.vocab, buffers),
-            Estimate(weights, state, released, last, buffers),
-        ]
     return max(moments, key=lambda moment: moment.peak)

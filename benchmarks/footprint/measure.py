@@ -201,7 +201,8 @@ def _measure_split(train: _Training, meter: Any) -> dict[str, Any]:
     train.optimizer.zero_grad()
     result = {"parameters": sum(p.numel() for p in parameters), "weights": weights}
     if between_steps:
-        result |= split_at_peak(moments, weights, between_steps - weights) | {"reserved": reserved}
+        state = _bytes_on(parameters[0].device, train.optimizer)
+        result |= split_at_peak(moments, weights, state) | {"reserved": reserved}
     else:
         result |= {"gradients": before, "peak": None}
     return result
@@ -211,6 +212,12 @@ def _note_arrival(p: Tensor, gradients: "_Gradients", moments: list[Moment], met
     moments.append(Moment("backward", meter.take_peak(), gradients.alive()))
     if p.grad is not None:
         gradients.add(p.grad)
+
+
+def _bytes_on(device: torch.device, optimizer: Optimizer) -> int:
+    tensors = optimizers.plain_tensors(list(optimizer.state.values()))
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device == device}
+    return sum(storages.values())
 
 
 def split_at_peak(moments: list[Moment], weights: int, state: int) -> dict[str, Any]:
@@ -246,8 +253,11 @@ def _on_arrival(parameters: list[nn.Parameter], function: Callable[[Tensor], Non
     """Ahead of all hooks that there are, which may free the gradient."""
     hooks = []
     for p in parameters:
+        others = dict(p._post_accumulate_grad_hooks or {})
         hooks.append(p.register_post_accumulate_grad_hook(function))
-        p._post_accumulate_grad_hooks.move_to_end(hooks[-1].id, last=False)
+        for key, hook in others.items():  # they are called in the order in which they came
+            del p._post_accumulate_grad_hooks[key]
+            p._post_accumulate_grad_hooks[key] = hook
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ class Entry:
         package: what to install to have it.
         family: "lion" or "adamw", which sets the default learning rate and weight decay.
         options: keyword arguments besides the learning rate and weight decay.
+        accepts: which of a run's own options can be passed on.
         fp32_options: further ones for fp32 weights.
         device_types: where it runs; empty for everywhere.
     """
@@ -29,13 +30,15 @@ class Entry:
     package: str
     family: str = "lion"
     options: dict[str, Any] = field(default_factory=dict)
+    accepts: tuple[str, ...] = ()
     fp32_options: dict[str, Any] = field(default_factory=dict)
     device_types: tuple[str, ...] = ()
 
 
+_OURS = ("master_weight_bits", "stochastic_rounding", "offload_state")
 REGISTRY = {
-    "lion": Entry("lowbit_optim", "Lion", "lowbit-optim"),
-    "lion8bit": Entry("lowbit_optim", "Lion8bit", "lowbit-optim"),
+    "lion": Entry("lowbit_optim", "Lion", "lowbit-optim", accepts=_OURS),
+    "lion8bit": Entry("lowbit_optim", "Lion8bit", "lowbit-optim", accepts=_OURS),
     "torch.AdamW": Entry("torch.optim", "AdamW", "torch", "adamw", {"betas": (0.9, 0.95), "fused": True}),
     "lion_pytorch.Lion": Entry("lion_pytorch", "Lion", "lion-pytorch"),
     "bnb.Lion": Entry("bitsandbytes.optim", "Lion", "bitsandbytes"),
@@ -44,6 +47,7 @@ REGISTRY = {
         "flashoptim",
         "FlashLion",
         "flashoptim",
+        accepts=("master_weight_bits",),
         fp32_options={"master_weight_bits": None},  # it refuses its own default there
         device_types=("cuda",),
     ),
@@ -84,12 +88,24 @@ def default_weight_decay(name: str) -> float:
     return _ADAMW_WEIGHT_DECAY * (_LION_RATIO if REGISTRY[name].family == "lion" else 1)
 
 
-def build(name: str, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """The optimizer `name` over `model`; matrices decay, vectors (norms) do not.
+def check_accepts(name: str, options: dict[str, Any]) -> None:
+    """Raises UsageError if the optimizer `name` has no such options."""
+    for option in options:
+        if option not in REGISTRY[name].accepts:
+            having = ", ".join(other for other, entry in REGISTRY.items() if option in entry.accepts)
+            raise UsageError(f"{name} has no {option}; {having} do")
+
+
+def build(
+    name: str, model: nn.Module, lr: float, weight_decay: float, options: dict[str, Any] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer `name` over `model`, with further `options`; matrices decay, vectors (norms) do not.
 
     Raises:
-        UsageError: as `find`.
+        UsageError: as `find` and `check_accepts`.
     """
+    options = options or {}
+    check_accepts(name, options)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -98,7 +114,7 @@ def build(name: str, model: nn.Module, lr: float, weight_decay: float) -> torch.
     optimizer_class = find(name, parameters[0].device)
     entry = REGISTRY[name]
     fp32 = all(p.dtype == torch.float32 for p in parameters)
-    return optimizer_class(groups, lr=lr, **entry.options, **(entry.fp32_options if fp32 else {}))
+    return optimizer_class(groups, lr=lr, **entry.options, **(entry.fp32_options if fp32 else {}), **options)
 
 
 def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> float:
@@ -108,14 +124,14 @@ def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> float:
     """
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in _plain_tensors(list(optimizer.state.values()))
+        for tensor in plain_tensors(list(optimizer.state.values()))
     }
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in parameters)
     return sum(storages.values()) / held
 
 
-def _plain_tensors(value: Any) -> Iterator[Tensor]:
+def plain_tensors(value: Any) -> Iterator[Tensor]:
     """All tensors in nested containers, a tensor subclass or an object as the tensors it is made of."""
     if hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
@@ -123,9 +139,9 @@ def _plain_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _plain_tensors(list(value.values()))
+        yield from plain_tensors(list(value.values()))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _plain_tensors(item)
+            yield from plain_tensors(item)
     elif hasattr(value, "__dict__"):  # FlashOptim keeps its state in objects that are no tensors
-        yield from _plain_tensors(vars(value))
+        yield from plain_tensors(vars(value))

@@ -82,7 +82,9 @@ class Run:
     @property
     def name(self) -> str:
         settings = self.header["settings"]
-        options = [f"{name} {settings[name]}" for name in ("int8", "lora", "qlora") if settings.get(name)]
+        names = ("int8", "lora", "qlora", "master_weight_bits")
+        options = [f"{name} {settings[name]}" for name in names if settings.get(name)]
+        options += ["rounded to nearest"] if settings.get("stochastic_rounding") is False else []
         return ", ".join([settings["optimizer"], *options])
 
 

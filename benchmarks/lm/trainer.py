@@ -51,6 +51,8 @@ class Settings:
         clip: largest gradient norm, 0 for no limit.
         dtype: a key of `DTYPES`.
         int8, lora, qlora: see `variants.apply`; None is off.
+        master_weight_bits: 24 or 32, of bf16 weights; None leaves it to the optimizer.
+        stochastic_rounding: False rounds bf16 weights to nearest.
         compile: whether the model runs under `torch.compile`.
         deterministic: whether only deterministic kernels may be used (a GPU's default ones are not).
         seed: of the weights and the order of the data.
@@ -78,6 +80,8 @@ class Settings:
     int8: str | None = None
     lora: int | None = None
     qlora: int | None = None
+    master_weight_bits: int | None = None
+    stochastic_rounding: bool = True
     compile: bool = False
     deterministic: bool = False
     seed: int = 0
@@ -95,6 +99,10 @@ class Settings:
             _check_at_least(name, getattr(self, name), 1)
         for name in ("lr", "weight_decay", "warmup", "clip", "seed"):
             _check_at_least(name, getattr(self, name), 0)
+        if self.master_weight_bits not in (None, 24, 32):
+            raise UsageError(f"master-weight-bits is {self.master_weight_bits}; choose from 24, 32")
+        if self.optimizer_options and DTYPES[self.dtype][0] == torch.float32:
+            raise UsageError(f"{', '.join(self.optimizer_options)} is of 16-bit weights; give --dtype bf16 with it")
         if self.lora and self.qlora:
             raise UsageError("--lora and --qlora are two bases for one kind of adapter; give one of them")
         if self.batch_size % self.accumulate:
@@ -102,6 +110,16 @@ class Settings:
                 f"batch-size {self.batch_size} cannot be cut into {self.accumulate} equal parts; "
                 "choose a batch-size that accumulate divides"
             )
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """What is not left to the optimizer, by its own names."""
+        options: dict[str, Any] = {}
+        if self.master_weight_bits:
+            options["master_weight_bits"] = self.master_weight_bits
+        if not self.stochastic_rounding:
+            options["stochastic_rounding"] = False
+        return options
 
     def resolved(self) -> "Settings":
         """These settings with every default that depends on another one written out."""
@@ -127,6 +145,21 @@ def _check_at_least(name: str, value: float | None, minimum: int) -> None:
         raise UsageError(f"{name.replace('_', '-')} is {value}; it must be a finite number of at least {minimum}")
 
 
+def _check_memory_options(settings: Settings, parallel: Alone, gradient_release: bool, offload_state: bool) -> None:
+    for option, is_given in {"--gradient-release": gradient_release, "--offload-state": offload_state}.items():
+        if is_given and optimizers.REGISTRY[settings.optimizer].package != "lowbit-optim":
+            raise UsageError(f"{option} is an option of lion8bit and lion, not of {settings.optimizer}")
+    reasons = {
+        "--clip 0: the norm of all gradients is not known when the first parameter is stepped": settings.clip,
+        "--accumulate 1: a parameter is stepped by its first gradient": settings.accumulate > 1,
+        "another --dtype than amp_fp16: an overflow would be found too late": DTYPES[settings.dtype][2],
+        "--parallel fsdp, hsdp or tp: ddp averages gradients too late": getattr(parallel, "kind", None) == "ddp",
+    }
+    for need, is_in_the_way in reasons.items():
+        if gradient_release and is_in_the_way:
+            raise UsageError(f"--gradient-release needs {need}")
+
+
 def lr_factor(step: int, schedule: str, steps: int, warmup: int) -> float:
     """Share of the peak learning rate that step `step`, counted from 0, is done with."""
     if step < warmup:
@@ -148,9 +181,11 @@ class Trainer:
         device: where.
         parallel: on which ranks.
         checkpoint_activations: whether the backward pass computes what is inside each block again.
+        gradient_release: whether each parameter is stepped as its gradient arrives.
+        offload_state: whether the optimizer's state is kept in host memory.
 
     Raises:
-        UsageError: the optimizer is not installed or does not run on `device`.
+        UsageError: the optimizer is not installed, does not run on `device`, or has no such option.
     """
 
     def __init__(
@@ -160,6 +195,8 @@ class Trainer:
         device: torch.device,
         parallel: Alone | None = None,
         checkpoint_activations: bool = False,
+        gradient_release: bool = False,
+        offload_state: bool = False,
     ) -> None:
         self.settings = settings = settings.resolved()
         self.dataset = dataset
@@ -170,6 +207,7 @@ class Trainer:
         self.clock = Clock(device)
 
         optimizers.find(settings.optimizer, device)
+        _check_memory_options(settings, parallel, gradient_release, offload_state)
         weight_dtype, compute_dtype, scaled = DTYPES[settings.dtype]
         self.autocast_dtype = compute_dtype if parallel.autocasts else None
         parallel.check(settings.dtype, settings.batch_size // settings.accumulate, CONFIGS[settings.model])
@@ -180,7 +218,12 @@ class Trainer:
         variants.apply(self.model, int8=settings.int8, lora=settings.lora, qlora=settings.qlora)
         self.model.checkpoint_activations = checkpoint_activations
         self.loss_fn = parallel.spread(self.model, compute_dtype, settings.compile)
-        self.optimizer = optimizers.build(settings.optimizer, self.model, settings.lr, settings.weight_decay)
+        options = settings.optimizer_options | ({"offload_state": True} if offload_state else {})
+        self.optimizer = optimizers.build(settings.optimizer, self.model, settings.lr, settings.weight_decay, options)
+        if gradient_release:
+            import lowbit_optim  # torchao speaks when it is imported, and `train_lm.hush` comes after these modules
+
+            lowbit_optim.gradient_release(self.model, self.optimizer)
         self.scheduler = LambdaLR(
             self.optimizer,
             partial(lr_factor, schedule=settings.schedule, steps=settings.steps, warmup=settings.warmup),

@@ -169,53 +169,24 @@ def _step_blocks(
         numel = tl.where(tl.load(found_inf) == 0, numel, 0)
 
     first_element = tl.load(fields + 7)  # of a shard, in the whole parameter: noise follows that
-    rows = tl.arange(0, ROWS)
-    lanes = tl.arange(0, WIDTH)[None, :]
     if UNEVEN:
         row_length = tl.load(fields + 5)
-        blocks_per_row = (row_length + BLOCK - 1) // BLOCK
-        first_row = first_block // blocks_per_row
-        first_in_row = first_block - first_row * blocks_per_row
-        first = first_row * row_length + first_in_row * BLOCK
-        # in int32 from here on, as distances from the first block of the program
-        block = first_in_row.to(tl.int32) + rows
-        row = block // blocks_per_row.to(tl.int32)
-        in_row = block - row * blocks_per_row.to(tl.int32)
-        begin = row * row_length.to(tl.int32) + (in_row - first_in_row.to(tl.int32)) * BLOCK
-        length_of_last = (row_length - (blocks_per_row - 1) * BLOCK).to(tl.int32)
-        length = tl.where(in_row == blocks_per_row.to(tl.int32) - 1, length_of_last, BLOCK)
-        has_block = row < tl.minimum(numel // row_length - first_row, ROWS).to(tl.int32)
-        offset = begin[:, None] + lanes
-        mask = has_block[:, None] & (lanes < length[:, None])
-        first_element += first
-        index = (first_element % _NOISE_LANES).to(tl.int32) + offset
-        group = (first_element // _NOISE_LANES).to(tl.int32) + index // _NOISE_LANES
-        lane = index % _NOISE_LANES
-        param_ptr += first
-        grad_ptr += first
-        exp_avg_ptr += first
-        if RESIDUAL_BITS:
-            residual_ptr += first
+        places = _uneven_places(first_block, numel, row_length, first_element, BLOCK, WIDTH, ROWS)
     else:
-        first = first_block * WIDTH
-        param_ptr = tl.multiple_of(param_ptr, 16) + first
-        grad_ptr = tl.multiple_of(grad_ptr, 16) + first
+        places = _even_places(first_block, numel, first_element, WIDTH, ROWS)
+        param_ptr = tl.multiple_of(param_ptr, 16)
+        grad_ptr = tl.multiple_of(grad_ptr, 16)
         # codes are aligned to 16, too, but then a thread would have 16 elements, and bfloat16 weights would be
         # exchanged among threads before they are stored
-        exp_avg_ptr = tl.multiple_of(exp_avg_ptr, 8 if QUANTIZED else 16) + first
+        exp_avg_ptr = tl.multiple_of(exp_avg_ptr, 8 if QUANTIZED else 16)
         if RESIDUAL_BITS:
-            residual_ptr = tl.multiple_of(residual_ptr, RESIDUAL_BITS) + first
-        # says to the compiler that a load of 16 elements is wholly inside or wholly outside
-        remaining = tl.minimum(tl.maximum(numel - first, 0), ROWS * WIDTH).to(tl.int32) // 16 * 16
-        offset = rows[:, None] * WIDTH + lanes
-        has_block = rows * WIDTH < remaining
-        mask = offset < remaining
-        first_group = ((first_element + first) // _NOISE_LANES).to(tl.int32)
-        if WIDTH <= _NOISE_LANES:  # a row has one group
-            group = (first_group + rows * WIDTH // _NOISE_LANES)[:, None]
-        else:
-            group = first_group + offset // _NOISE_LANES
-        lane = lanes if WIDTH == _NOISE_LANES else offset % _NOISE_LANES
+            residual_ptr = tl.multiple_of(residual_ptr, RESIDUAL_BITS)
+    rows, has_block, first, offset, mask, group, lane = places
+    param_ptr += first
+    grad_ptr += first
+    exp_avg_ptr += first
+    if RESIDUAL_BITS:
+        residual_ptr += first
 
     # volatile keeps these loads together: the compiler would put the weights' after the momentum's arithmetic, and a
     # program would wait for memory twice
@@ -256,6 +227,55 @@ def _step_blocks(
         tl.store(scale_ptr + rows, (scale.to(tl.int32, bitcast=True) >> _SCALE_SHIFT).to(tl.int16), has_block)
         m = _encode(m, scale)
     tl.store(exp_avg_ptr + offset, m, mask)
+
+
+# What a program steps: its blocks, as `rows` from 0 on, and whether the tensor `has_block`; its elements, as the index
+# of the `first`, each one's `offset` from there, a `mask` of those that exist, and `group` and `lane` of their noise.
+
+
+@triton.jit
+def _even_places(first_block, numel, first_element, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Whole blocks, that begin on 16 elements."""
+    rows = tl.arange(0, ROWS)
+    lanes = tl.arange(0, WIDTH)[None, :]
+    first = first_block * WIDTH
+    # says to the compiler that a load of 16 elements is wholly inside or wholly outside
+    remaining = tl.minimum(tl.maximum(numel - first, 0), ROWS * WIDTH).to(tl.int32) // 16 * 16
+    offset = rows[:, None] * WIDTH + lanes
+    first_group = ((first_element + first) // _NOISE_LANES).to(tl.int32)
+    if WIDTH <= _NOISE_LANES:  # a row has one group
+        group = (first_group + rows * WIDTH // _NOISE_LANES)[:, None]
+    else:
+        group = first_group + offset // _NOISE_LANES
+    lane = lanes if WIDTH == _NOISE_LANES else offset % _NOISE_LANES
+    return rows, rows * WIDTH < remaining, first, offset, offset < remaining, group, lane
+
+
+@triton.jit
+def _uneven_places(
+    first_block, numel, row_length, first_element, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):
+    """Blocks of any length, the last one of a row perhaps shorter."""
+    rows = tl.arange(0, ROWS)
+    lanes = tl.arange(0, WIDTH)[None, :]
+    blocks_per_row = (row_length + BLOCK - 1) // BLOCK
+    first_row = first_block // blocks_per_row
+    first_in_row = first_block - first_row * blocks_per_row
+    first = first_row * row_length + first_in_row * BLOCK
+    # in int32 from here on, as distances from the first block of the program
+    block = first_in_row.to(tl.int32) + rows
+    row = block // blocks_per_row.to(tl.int32)
+    in_row = block - row * blocks_per_row.to(tl.int32)
+    begin = row * row_length.to(tl.int32) + (in_row - first_in_row.to(tl.int32)) * BLOCK
+    length_of_last = (row_length - (blocks_per_row - 1) * BLOCK).to(tl.int32)
+    length = tl.where(in_row == blocks_per_row.to(tl.int32) - 1, length_of_last, BLOCK)
+    has_block = row < tl.minimum(numel // row_length - first_row, ROWS).to(tl.int32)
+    offset = begin[:, None] + lanes
+    mask = has_block[:, None] & (lanes < length[:, None])
+    first_element += first
+    index = (first_element % _NOISE_LANES).to(tl.int32) + offset
+    group = (first_element // _NOISE_LANES).to(tl.int32) + index // _NOISE_LANES
+    return rows, has_block, first, offset, mask, group, index % _NOISE_LANES
 
 
 @triton.jit
@@ -327,40 +347,38 @@ def _stochastic_round(x, noise, PARAM: tl.constexpr):
         bits = tl.minimum(x.to(tl.int32, bitcast=True), _NAN_BITS)
         return ((bits + noise) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        rounded = _from_ordinal((_ordinal(x, PARAM) + (noise >> 3)) & -0x2000, PARAM)
+        rounded = _from_ordinal((_ordinal(x) + (noise >> 3)) & -0x2000)
         return tl.where(tl.abs(x) < _MAX_FLOAT16, rounded, x).to(PARAM)
 
 
 @triton.jit
-def _ordinal(x, PARAM: tl.constexpr):
-    bits = x.to(tl.int32, bitcast=True)
-    if PARAM == tl.float16:
-        magnitude = tl.abs(x)
-        shifted = (magnitude + _FIRST_NORMAL).to(tl.int32, bitcast=True) - _ONE_EXPONENT
-        shifted = tl.where(magnitude < _FIRST_NORMAL, shifted, magnitude.to(tl.int32, bitcast=True))
-        bits = shifted | (bits & _SIGN_BIT)
-    return bits
+def _ordinal(x):
+    """Of float16."""
+    magnitude = tl.abs(x)
+    shifted = (magnitude + _FIRST_NORMAL).to(tl.int32, bitcast=True) - _ONE_EXPONENT
+    ordinal = tl.where(magnitude < _FIRST_NORMAL, shifted, magnitude.to(tl.int32, bitcast=True))
+    return ordinal | (x.to(tl.int32, bitcast=True) & _SIGN_BIT)
 
 
 @triton.jit
-def _from_ordinal(ordinal, PARAM: tl.constexpr):
-    if PARAM == tl.float16:
-        magnitude = ordinal & ~_SIGN_BIT
-        shifted = (magnitude + _ONE_EXPONENT).to(tl.float32, bitcast=True) - _FIRST_NORMAL
-        value = tl.where(magnitude < _FIRST_NORMAL_BITS, shifted, magnitude.to(tl.float32, bitcast=True))
-        ordinal = value.to(tl.int32, bitcast=True) | (ordinal & _SIGN_BIT)
-    return ordinal.to(tl.float32, bitcast=True)
+def _from_ordinal(ordinal):
+    magnitude = ordinal & ~_SIGN_BIT
+    shifted = (magnitude + _ONE_EXPONENT).to(tl.float32, bitcast=True) - _FIRST_NORMAL
+    value = tl.where(magnitude < _FIRST_NORMAL_BITS, shifted, magnitude.to(tl.float32, bitcast=True))
+    return (value.to(tl.int32, bitcast=True) | (ordinal & _SIGN_BIT)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _merge_weight(weight, residual, PARAM: tl.constexpr, RESIDUAL_BITS: tl.constexpr):
-    CUT: tl.constexpr = 16 if PARAM == tl.bfloat16 else 13
-    ordinal = _ordinal(weight.to(tl.float32), PARAM)
-    if RESIDUAL_BITS == 8:
-        merged = ordinal + (residual.to(tl.int32) << (CUT - 8))
+    fine = residual.to(tl.int32)
+    if PARAM == tl.bfloat16:
+        ordinal = weight.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        merged = ordinal + (fine << (16 - RESIDUAL_BITS))
     else:
-        merged = ordinal + (residual.to(tl.int32) >> (16 - CUT))
-    return _from_ordinal(tl.where((merged ^ ordinal) < 0, ordinal, merged), PARAM)
+        ordinal = _ordinal(weight.to(tl.float32))
+        merged = ordinal + (fine << 5 if RESIDUAL_BITS == 8 else fine >> 3)
+    merged = tl.where((merged ^ ordinal) < 0, ordinal, merged)
+    return merged.to(tl.float32, bitcast=True) if PARAM == tl.bfloat16 else _from_ordinal(merged)
 
 
 @triton.jit
@@ -388,7 +406,7 @@ def _split_bfloat16(x, noise, RESIDUAL_BITS: tl.constexpr):
 def _split_float16(x, noise, RESIDUAL_BITS: tl.constexpr):
     limit: tl.constexpr = _MAX_FLOAT16_24 if RESIDUAL_BITS == 8 else _MAX_FLOAT16_32
     finite = tl.minimum(tl.maximum(x, -limit), limit)
-    ordinal = _ordinal(tl.where(tl.abs(x) < float("inf"), finite, x), tl.float16)
+    ordinal = _ordinal(tl.where(tl.abs(x) < float("inf"), finite, x))
     ordinal = tl.where(x == x, ordinal, _NAN_BITS)
     if RESIDUAL_BITS == 8:
         ordinal = (ordinal + (16 if noise is None else noise >> 11)) & -32
@@ -397,4 +415,4 @@ def _split_float16(x, noise, RESIDUAL_BITS: tl.constexpr):
         residual = ((ordinal - nearest) >> 5).to(tl.int8)
     else:
         residual = ((ordinal - nearest) << 3).to(tl.int16)
-    return _from_ordinal(nearest, tl.float16).to(tl.float16), residual
+    return _from_ordinal(nearest).to(tl.float16), residual

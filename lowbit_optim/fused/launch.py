@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -15,11 +15,9 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
 from lowbit_optim import codec
-from lowbit_optim.fused.kernel import PROGRAMS_PER_BUCKET, QUANTIZED, UNEVEN, lion_kernel
+from lowbit_optim.fused.kernel import FIELDS, PROGRAMS_PER_BUCKET, QUANTIZED, UNEVEN, lion_kernel
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
-
-if TYPE_CHECKING:
-    from lowbit_optim.optimizer import Updates
+from lowbit_optim.updates import Updates
 
 _PROGRAM_NUMEL = 512
 _WARPS = 1  # then no thread waits for another warp's share of a block's maximum
@@ -37,7 +35,7 @@ class FusedLion:
     """A Lion step of many tensors, in place and without waiting for the device.
 
     What is launched is planned once for tensors that stay where they are; gradients may move from step to step. For
-    ``updates`` see :class:`lowbit_optim.optimizer.Updates`; parameters and gradients are plain and contiguous.
+    ``updates`` see :class:`lowbit_optim.updates.Updates`; parameters and gradients are plain and contiguous.
     ``options`` are the group's block size (unquantised momentum is stepped in blocks, too), the seed, whether to round
     16-bit weights stochastically, and the bits of its master weights, if it has any.
     """
@@ -49,14 +47,14 @@ class FusedLion:
         self._grads: list[int] = []
         self._launches: list[_Launch] = []
 
-    def takes(self, updates: "Updates", options: Options) -> bool:
+    def takes(self, updates: Updates, options: Options) -> bool:
         """Whether these are the tensors of the plan; only gradients may be elsewhere, which it takes note of."""
         if not self._layouts.are_those_of([*updates.params, *updates.grads, *_residuals(updates, options)]):
             return False
         self._grads = list(map(Tensor.data_ptr, updates.grads))
         return self._key == _key(updates, options, self._grads) and self._states.are(updates.exp_avgs)
 
-    def plan(self, updates: "Updates", options: Options) -> None:
+    def plan(self, updates: Updates, options: Options) -> None:
         """Raises RuntimeError if the state or the gradient of a parameter does not fit it."""
         block_size, seed, stochastic_rounding, _ = options
         launches: dict[tuple[Any, ...], _Launch] = {}
@@ -147,12 +145,12 @@ def _addresses(exp_avg: Tensor) -> tuple[int, ...]:
     return exp_avg.codes.data_ptr(), exp_avg.scale.data_ptr(), exp_avg.block_size
 
 
-def _residuals(updates: "Updates", options: Options) -> list[Tensor]:
+def _residuals(updates: Updates, options: Options) -> list[Tensor]:
     *_, master_weight_bits = options
     return [residual for residual in updates.residuals if residual is not None] if master_weight_bits else []
 
 
-def _key(updates: "Updates", options: Options, grads: list[int]) -> list[Any]:
+def _key(updates: Updates, options: Options, grads: list[int]) -> list[Any]:
     """What else a plan is made from. Gradients may move, by whole _ALIGNMENTs."""
     return [
         list(map(Tensor.data_ptr, updates.params)),
@@ -205,19 +203,15 @@ class _Launch:
         first: int,
     ) -> None:
         """A tensor with at least one element; ``number`` is its place among the gradients."""
-        fine = 0 if residual is None else residual.data_ptr()
-        kind, blocks, fields = _fields(param, grad, exp_avg, fine, self.block_size)
-        if first % codec.NOISE_LANES:
-            kind |= UNEVEN
-            fields = (kind, *fields[1:])
-        first_program = self.programs
-        self.programs += -(-blocks // (self.uneven_rows if kind & UNEVEN else self.rows))
+        blocks, fields = _fields(param, grad, exp_avg, residual, self.block_size, first)
+        fields["noise_key"] = noise_key
+        self.first_programs.append(self.programs)
+        self.programs += -(-blocks // (self.uneven_rows if fields["kind"] & UNEVEN else self.rows))
         n_buckets = -(-self.programs // PROGRAMS_PER_BUCKET.value)
         self.buckets.extend([len(self.members)] * (n_buckets - len(self.buckets)))
         self.members.append(number)
-        self.fields.extend((*fields, noise_key, first, fine))
-        self.first_programs.append(first_program)
-        self.kinds |= 1 << kind
+        self.fields.extend(fields[name] for name in FIELDS)
+        self.kinds |= 1 << fields["kind"]
 
     def run(
         self,
@@ -304,22 +298,30 @@ def _own_block_size(shape: torch.Size, block_size: int) -> int:
 
 
 def _fields(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, residual: int, block_size: int
-) -> tuple[int, int, tuple[int, ...]]:
-    """``kind, blocks`` and what the table has of a tensor, up to its row length."""
+    param: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, block_size: int, first: int
+) -> tuple[int, dict[str, int]]:
+    """The number of blocks, and what the table has of a tensor but for its noise key."""
     numel = row_length = param.numel()
     block = triton.next_power_of_2(block_size)
-    state, scale, kind = exp_avg, 0, 0
+    kind, whole, state, scale = 0, _ALIGNMENT, exp_avg, 0
     if isinstance(exp_avg, BlockwiseTensor):
-        state, scale, kind = exp_avg.codes, exp_avg.scale.data_ptr(), QUANTIZED
+        kind, whole, state, scale = QUANTIZED, block_size, exp_avg.codes, exp_avg.scale.data_ptr()
         _, row_length = codec.row_layout(param.shape, block_size)
         block = block_size
-    addresses = param.data_ptr() | grad.data_ptr() | state.data_ptr() | residual
-    whole = block if kind & QUANTIZED else _ALIGNMENT
-    if addresses % _ALIGNMENT or row_length % whole or block != triton.next_power_of_2(block):
+    fields = {
+        "param": param.data_ptr(),
+        "exp_avg": state.data_ptr(),
+        "scale": scale,
+        "numel": numel,
+        "row_length": row_length,
+        "first_element": first,
+        "residual": 0 if residual is None else residual.data_ptr(),
+    }
+    addresses = fields["param"] | grad.data_ptr() | fields["exp_avg"] | fields["residual"]
+    is_aligned = addresses % _ALIGNMENT == 0 and first % codec.NOISE_LANES == 0
+    if not is_aligned or row_length % whole or block != triton.next_power_of_2(block):
         kind |= UNEVEN
-    blocks = numel // row_length * codec.blocks_per_row(row_length, block)
-    return kind, blocks, (kind, param.data_ptr(), state.data_ptr(), scale, numel, row_length)
+    return numel // row_length * codec.blocks_per_row(row_length, block), {"kind": kind, **fields}
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

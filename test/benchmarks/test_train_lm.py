@@ -222,6 +222,24 @@ def test_flashlion_is_built_as_its_weights_need(dtype: torch.dtype, expected: di
     assert optimizers.build("flashoptim.FlashLion", GPT(SMALL).to(dtype), 1e-3, 0.1) == expected
 
 
+def test_weights_of_other_formats(text: Path, tmp_path: Path):
+    """The options reach the optimizer, the table says which they were, and a run goes on with them."""
+    formats = {"24": ("--master-weight-bits", "24"), "nearest": ("--no-stochastic-rounding",)}
+    for name, options in formats.items():
+        assert main(text, tmp_path / name, "--dtype", "bf16", *options, "--stop-at", "3") == 0
+        checkpoint = tmp_path / name / "lion8bit.pt"
+        group = load_checkpoint(checkpoint)["optimizer"]["param_groups"][0]
+        assert group["master_weight_bits"] == (24 if name == "24" else None)
+        assert group["stochastic_rounding"] is (name == "24")
+        assert train_lm.main(["--device", "cpu", "--data", str(text), "--resume", str(checkpoint)]) == 0
+    names = [run.name for name in formats for run in report.read_all(tmp_path / name)]
+    assert names == ["lion8bit, master_weight_bits 24", "lion8bit, rounded to nearest"]
+    bytes_of = [
+        run.summary["optimizer_bytes_per_parameter"] for name in formats for run in report.read_all(tmp_path / name)
+    ]
+    assert bytes_of[0] - bytes_of[1] == pytest.approx(1, abs=1e-6)
+
+
 def test_bytes_per_parameter_of_known_states():
     pytest.importorskip("lion_pytorch")
     for name, expected in (("lion_pytorch.Lion", 4.0), ("torch.AdamW", 8 + 4 * 2 / 9)):
@@ -333,6 +351,9 @@ def test_held_out_loss_is_the_mean_over_the_same_windows(dataset: data.ByteDatas
         ("--resume missing.pt", "cannot read missing.pt: No such file"),
         ("--int8 never", "int8 is 'never'; choose from auto, always"),
         ("--lora 0", "lora is 0"),
+        ("--master-weight-bits 16 --dtype bf16", "master-weight-bits is 16; choose from 24, 32"),
+        ("--master-weight-bits 24", "master_weight_bits is of 16-bit weights; give --dtype bf16"),
+        ("--no-stochastic-rounding --dtype bf16 --optimizer torch.AdamW", "torch.AdamW has no stochastic_rounding"),
         ("--lora 4 --qlora 4", "give one of them"),
         ("--frobnicate", "unrecognized arguments: --frobnicate"),
     ],
@@ -568,5 +589,36 @@ def test_ranks_train_as_one_process_does(how: str, text: Path, tmp_path: Path):
     ],
 )
 def test_bad_ways_of_being_parallel_get_one_line(options: str, message: str, text: Path, tmp_path: Path, capsys):
+    assert main(text, tmp_path / "run", *options.split()) == 2
+    assert message in error_line(capsys.readouterr().err)
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_options_that_save_memory_change_no_number(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lowbit_optim.offload.is_offloaded", lambda p: True)
+    plain, saving = tmp_path / "plain", tmp_path / "saving"
+    assert main(text, plain, "--clip", "0", "--dtype", "bf16") == 0
+    options = ("--gradient-release", "--offload-state", "--stop-at", "3")
+    assert main(text, saving, "--clip", "0", "--dtype", "bf16", *options) == 0
+    checkpoint = str(saving / "lion8bit.pt")
+    assert train_lm.main(["--resume", checkpoint, "--gradient-release", "--device", "cpu"]) == 0
+    a, b = (report.read(folder / "lion8bit.jsonl").rows for folder in (plain, saving))
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--gradient-release", "--gradient-release needs --clip 0"),
+        ("--gradient-release --clip 0 --accumulate 2", "--gradient-release needs --accumulate 1"),
+        ("--gradient-release --clip 0 --dtype amp_fp16", "another --dtype than amp_fp16"),
+        ("--offload-state --optimizer torch.AdamW", "--offload-state is an option of lion8bit and lion"),
+    ],
+)
+def test_what_gradient_release_cannot_have_gets_one_line(
+    options: str, message: str, text: Path, tmp_path: Path, capsys
+):
     assert main(text, tmp_path / "run", *options.split()) == 2
     assert message in error_line(capsys.readouterr().err)

@@ -27,7 +27,7 @@ def _model() -> nn.Sequential:
 
 
 def _train(model: nn.Module, released: bool, backward: Any = None) -> Lion8bit:
-    sys.modules["lowbit_optim.gradient_release"]._MAX_WAITING_BYTES = 10_000
+    sys.modules["lowbit_optim.gradient_release"]._MAX_WAITING_SHARE = 0.2
     optimizer = Lion8bit(model.parameters(), lr=1e-2, weight_decay=0.1, min_quantized_numel=0)
     if released:
         gradient_release(model, optimizer)

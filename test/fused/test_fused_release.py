@@ -38,7 +38,9 @@ def _parts(saved: dict[str, Tensor] | Tensor) -> list[Tensor]:
 
 
 def test_the_bits_are_those_of_plain_fused_steps(fused_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["lowbit_optim.gradient_release"], "_MAX_WAITING_BYTES", 16_000)
+    module = sys.modules["lowbit_optim.gradient_release"]
+    monkeypatch.setattr(module, "_MAX_WAITING_BYTES", 16_000)
+    monkeypatch.setattr(module, "_MAX_WAITING_SHARE", 1)
     plans: list[int] = []
     plan = FusedLion.plan
     monkeypatch.setattr(FusedLion, "plan", lambda self, updates, *args: (plans.append(1), plan(self, updates, *args)))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lowbit_optim import codec
 from lowbit_optim.lion import lion_update
-from lowbit_optim.optimizer import Updates
 from lowbit_optim.subclasses import OptimState8bit
+from lowbit_optim.updates import Updates
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -178,6 +178,36 @@ def test_master_weights(dtype: torch.dtype, bits: int, rounding: bool) -> None:
         weights[1].nan_to_num_(7)
     assert_same_bits(params + residuals, expected + expected_residuals)
     assert_same_bits(states, expected_states)
+
+
+@pytest.mark.parametrize(("bits", "rounding"), [(24, True), (24, False), (32, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_are_split_and_merged_as_the_codec_does(dtype: torch.dtype, bits: int, rounding: bool) -> None:
+    """Of every sign and exponent, by all that the rounding looks at; of NaNs those that arithmetic makes."""
+    import triton.language as tl
+    from rounding_kernel import split_and_merge
+
+    upper = torch.arange(-(2**15), 2**15, 1 if ON_GPU else 16, dtype=torch.int32).unsqueeze(1) << 16
+    special = torch.tensor([[0x477F], [0x387F], [0x3880], [0x7F7F], [-0x81]], dtype=torch.int32) << 16
+    lower = torch.tensor([0, 1, 0x80, 0xFF, 0x1000, 0xEFFF, 0xFFE0, 0x7FFF, 0x8000, 0xFF7F, 0xFF80, 0xFFFF])
+    lower = torch.cat([lower, torch.randint(0, 2**16, (52,))]).to(torch.int32)
+    x = (torch.cat([special, upper]) | lower).flatten().to(DEVICE).view(torch.float32)
+    x = x[: x.numel() // 4096 * 4096]
+    x = torch.where(x.isnan(), torch.tensor(0x7FFFFFFF, dtype=torch.int32, device=DEVICE).view(torch.float32), x)
+    noise = torch.randint(0, 2**16, x.shape, dtype=torch.int32, device=DEVICE)
+    weight, residual = torch.empty_like(x, dtype=dtype), torch.empty_like(x, dtype=codec.RESIDUAL_DTYPES[bits])
+    merged = torch.empty_like(x)
+    param = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    split_and_merge[(x.numel() // 4096,)](x, noise, weight, residual, merged, 4096, param, bits - 16, rounding)
+    expected, expected_residual = codec.split_weight(x, dtype, bits, noise if rounding else None)
+    assert torch.equal(residual, expected_residual)
+    for ours, theirs in [(weight, expected), (merged, codec.merge_weight(expected, expected_residual))]:
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert torch.equal(bits_of_numbers(ours), bits_of_numbers(theirs))
+
+
+def bits_of_numbers(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), 0, x.view(INTEGERS[x.element_size()]))
 
 
 @pytest.mark.parametrize("bits", [24, 32])

@@ -1,0 +1,118 @@
+"""What a step works on: parameters, their gradients and state, in lists, and what the fused kernel takes of them."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lowbit_optim import codec, sharding, shards
+
+_PARAM_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+class Updates(NamedTuple):
+    """What is to be stepped: lists of equal length.
+
+    ``residuals`` are those of master weights, None where there is none. ``indices`` count over all groups; ``firsts``
+    are the indices of first elements, where the others are shards.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    residuals: list[Tensor | None]
+    indices: list[int]
+    firsts: list[int]
+
+    @classmethod
+    def of(
+        cls, group: Mapping[str, Any], params: list[Any], grads: list[Any], states: Sequence[Any], indices: list[int]
+    ) -> "Updates":
+        """Of parameters of ``group``; ``states`` are the optimizer's, None of a parameter that is not to be stepped."""
+        exp_avgs: list[Any] = [state["exp_avg"] if state else None for state in states]
+        residuals: list[Any] = [None] * len(params)
+        if group["master_weight_bits"]:
+            residuals = [state.get("master_residual") if state else None for state in states]
+        return cls(params, grads, exp_avgs, residuals, indices, [0] * len(params))
+
+    @property
+    def state(self) -> dict[str, list[Any]]:
+        """What lives where a parameter's state does."""
+        return {"exp_avgs": self.exp_avgs, "residuals": self.residuals}
+
+    def select(self, chosen: list[bool]) -> "Updates":
+        columns: list[list[Any]] = [list(itertools.compress(column, chosen)) for column in self]
+        return Updates(*columns)
+
+    def check(self, master_weight_bits: int | None) -> None:
+        """Raises whatever is wrong with a parameter, its gradient or its state."""
+        for p, grad, exp_avg, residual, index, _ in zip(*self, strict=True):
+            sharding.check(p, grad, f"parameter {index}")
+            check_dtype(p)
+            if grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({grad.layout}); this "
+                    "optimizer needs dense ones: build the embedding with sparse=False"
+                )
+            _check_state(p, grad, exp_avg, residual, f"parameter {index} of shape {tuple(p.shape)}", master_weight_bits)
+
+    def in_one_run(self, is_fused: Callable[[Tensor], bool]) -> "Updates":
+        """With what this rank holds in place of each DTensor that the fused step can take so."""
+        rows: list[tuple[Any, ...]] = []
+        for p, grad, exp_avg, residual, index, first in zip(*self, strict=True):
+            run = sharding.one_run(p, grad, exp_avg, residual) if shards.is_dtensor(p) else None
+            if run is not None and is_fused(run[0]):
+                rows.append((*run[:4], index, run[4]))
+            else:
+                rows.append((p, grad, exp_avg, residual, index, first))
+        return Updates(*(list(column) for column in zip(*rows, strict=True))) if rows else self
+
+    def as_plain(self) -> tuple["Updates", list[tuple[Tensor, Tensor]]]:
+        """With copies where need be, and which parameters are to be copied back from where."""
+        params, grads, copied = [], [], []
+        for p, grad in zip(self.params, self.grads, strict=True):
+            values = p
+            if is_traceable_wrapper_subclass(p) or not p.is_contiguous():
+                values = shards.plain_copy(p)
+                copied.append((p, values))
+            params.append(values)
+            if is_traceable_wrapper_subclass(grad):
+                grad = shards.plain_copy(grad)
+            grads.append(grad.contiguous())
+        return self._replace(params=params, grads=grads), copied
+
+
+NO_UPDATES = Updates([], [], [], [], [], [])
+
+
+def _check_state(
+    p: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, name: str, master_weight_bits: int | None
+) -> None:
+    """That gradient and state are of the parameter and the options as they are now."""
+    if not p.shape == grad.shape == exp_avg.shape:
+        raise RuntimeError(
+            f"{name} has a gradient of shape {tuple(grad.shape)} and state of shape {tuple(exp_avg.shape)}, from "
+            "before it was changed. When p.data is replaced by another shape, set p.grad = None and del "
+            "optimizer.state[p]."
+        )
+    if residual is not None and p.dtype == torch.float32:
+        raise RuntimeError(
+            f"{name} was changed to float32, and its state has a residual for 16 bits. Take "
+            "optimizer.fp32_state_dict(model) before the change, and load it into the model of a new optimizer."
+        )
+    if residual is None and master_weight_bits and p.dtype in codec.CUT_BITS:
+        raise RuntimeError(
+            f"{name} is {p.dtype}, with master_weight_bits={master_weight_bits}. It or that was changed since its "
+            "state was made, which has no residual: optimizer.load_state_dict(optimizer.state_dict()) gives it one."
+        )
+
+
+def check_dtype(p: Tensor) -> None:
+    if p.dtype not in _PARAM_DTYPES:
+        raise TypeError(
+            f"a parameter of shape {tuple(p.shape)} is {p.dtype}; parameters must be float32, bfloat16 or float16. "
+            "Convert the model with model.to(torch.float32), or leave the parameter out."
+        )
