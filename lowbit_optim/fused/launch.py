@@ -12,12 +12,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 
 from lowbit_optim import codec
 from lowbit_optim.fused.kernel import FIELDS, PROGRAMS_PER_BUCKET, QUANTIZED, UNEVEN, lion_kernel
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 from lowbit_optim.updates import Updates
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # it is torch's own
+    TensorGuards = None  # type: ignore[assignment, misc]
 
 _PROGRAM_NUMEL = 512
 _WARPS = 1  # then no thread waits for another warp's share of a block's maximum
@@ -102,13 +106,21 @@ class _Layouts:
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._count = len(tensors)
-        sizes: list[Any] = [list(x.shape) for x in tensors]
-        strides: list[Any] = [list(x.stride()) for x in tensors]
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self._layouts = list(map(_layout, tensors))
+        self._guards = None
+        if TensorGuards is not None:
+            sizes: list[Any] = [list(x.shape) for x in tensors]
+            strides: list[Any] = [list(x.stride()) for x in tensors]
+            self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
     def are_those_of(self, tensors: list[Tensor]) -> bool:
-        return len(tensors) == self._count and self._guards.check(*tensors)
+        if len(tensors) != len(self._layouts):
+            return False
+        return self._guards.check(*tensors) if self._guards else self._layouts == list(map(_layout, tensors))
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return type(x), x.device, x.dtype, x.shape, x.stride()
 
 
 class _States:
