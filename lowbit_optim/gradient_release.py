@@ -212,10 +212,14 @@ class GradientRelease:
 
     def _hook_parameters(self) -> None:
         """Those that are trained and have no hook: new ones, and ones that were frozen before."""
-        new = {id(p) for p, *_ in self._own_parameters() if p.requires_grad and id(p) not in self._hooks}
+        new = {id(p) for p, *_ in self._own_parameters() if p.requires_grad and not self._is_hooked(p)}
         if new:  # to go through a model takes longer than to go through the groups
             found = [p for p in self._model.parameters() if id(p) in new]
             self._hooks |= {id(p): p.register_post_accumulate_grad_hook(self._take) for p in found}
+
+    def _is_hooked(self, p: Any) -> bool:
+        """One that was freed leaves its id to another one, but not its hooks."""
+        return id(p) in self._hooks and bool(p._post_accumulate_grad_hooks)
 
     # --- Checks -----------------------------------------------------------------------------------------------------
 

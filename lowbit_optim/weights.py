@@ -96,6 +96,9 @@ def _check_fits(key: str, live: Tensor, value: Any) -> None:
         raise TypeError(f"{key!r} is {type(value).__name__} in the state dict, and a tensor in the model")
     if value.shape != live.shape:
         raise ValueError(f"{key!r} has shape {tuple(value.shape)} in the state dict, {tuple(live.shape)} in the model")
+    if value.layout != live.layout or value.is_meta > live.is_meta:
+        where = "on the meta device, without data," if value.is_meta else value.layout
+        raise TypeError(f"{key!r} is {where} in the state dict, {live.layout} on {live.device} in the model")
     if live.is_floating_point() != value.is_floating_point():
         raise TypeError(f"{key!r} is {value.dtype} in the state dict, {live.dtype} in the model")
 

@@ -318,6 +318,23 @@ def test_parameters_added_later(device: str) -> None:
     assert all(p._post_accumulate_grad_hooks for p in runs[0].parameters())
 
 
+def test_parameters_put_where_others_were(device: str) -> None:
+    """An object that has been freed leaves its id to another one."""
+    model = nn.Linear(64, 64, bias=False).to(device)
+    optimizer = Lion8bit(model.parameters(), lr=1e-2)
+    gradient_release(model, optimizer)
+    for _ in range(20):
+        for released in (False, True):
+            model(torch.ones(2, 64, device=device)).sum().backward()
+            assert not released or model.weight.grad is None
+            optimizer.step()
+        optimizer.param_groups[0]["params"].clear()
+        optimizer.state.clear()
+        optimizer._forget()  # as the next step would
+        model.weight = nn.Parameter(torch.ones(64, 64, device=device))
+        optimizer.param_groups[0]["params"].append(model.weight)
+
+
 def test_two_optimizers_over_one_model(device: str) -> None:
     torch.manual_seed(0)
     model = Model().to(device, torch.bfloat16)

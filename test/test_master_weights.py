@@ -638,6 +638,8 @@ UNFIT = {
     "shape": (lambda s: s.update({"back.bias": torch.ones(63)}), ValueError, r"'back.bias' has shape \(63,\).*\(64,\)"),
     "shape of a buffer": (lambda s: s.update(mean=torch.ones(6)), ValueError, r"'mean' has shape \(6,\)"),
     "dtype": (lambda s: s.update(other=torch.ones(3).int()), TypeError, "'other' is torch.int32"),
+    "no data": (lambda s: s.update(other=torch.ones(3, device="meta")), TypeError, "'other' is on the meta device"),
+    "sparse": (lambda s: s.update(other=torch.ones(3).to_sparse()), TypeError, "'other' is torch.sparse_coo"),
     "no tensor": (lambda s: s.update(other=[1.0]), TypeError, "'other' is list"),
 }
 

@@ -342,7 +342,7 @@ def test_a_gradient_from_before_its_parameter_grew_is_named(fused_device: str) -
     p = nn.Parameter(torch.ones(4, 64, device=fused_device))
     p.grad = torch.ones_like(p)
     p.data = torch.ones(8, 64, device=fused_device)
-    with pytest.raises(RuntimeError, match=r"\(8, 64\) .* has a gradient of shape \(4, 64\)"):
+    with pytest.raises(RuntimeError, match=r"\(8, 64\) has a gradient of shape \(4, 64\)"):
         Lion8bit([p], lr=1e-2).step()
 
 
