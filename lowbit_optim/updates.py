@@ -54,10 +54,10 @@ class Updates(NamedTuple):
             check_dtype(p)
             if grad.layout != torch.strided:
                 raise RuntimeError(
-                    f"parameter {index} of shape {tuple(p.shape)} has a sparse gradient ({grad.layout}); this "
+                    f"{_name(p, index)} has a sparse gradient ({grad.layout}); this "
                     "optimizer needs dense ones: build the embedding with sparse=False"
                 )
-            _check_state(p, grad, exp_avg, residual, f"parameter {index} of shape {tuple(p.shape)}", master_weight_bits)
+            _check_state(p, grad, exp_avg, residual, index, master_weight_bits)
 
     def in_one_run(self, is_fused: Callable[[Tensor], bool]) -> "Updates":
         """With what this rank holds in place of each DTensor that the fused step can take so."""
@@ -89,25 +89,30 @@ NO_UPDATES = Updates([], [], [], [], [], [])
 
 
 def _check_state(
-    p: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, name: str, master_weight_bits: int | None
+    p: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, index: int, master_weight_bits: int | None
 ) -> None:
     """That gradient and state are of the parameter and the options as they are now."""
     if not p.shape == grad.shape == exp_avg.shape:
         raise RuntimeError(
-            f"{name} has a gradient of shape {tuple(grad.shape)} and state of shape {tuple(exp_avg.shape)}, from "
-            "before it was changed. When p.data is replaced by another shape, set p.grad = None and del "
+            f"{_name(p, index)} has a gradient of shape {tuple(grad.shape)} and state of shape {tuple(exp_avg.shape)}, "
+            "from before it was changed. When p.data is replaced by another shape, set p.grad = None and del "
             "optimizer.state[p]."
         )
     if residual is not None and p.dtype == torch.float32:
         raise RuntimeError(
-            f"{name} was changed to float32, and its state has a residual for 16 bits. Take "
+            f"{_name(p, index)} was changed to float32, and its state has a residual for 16 bits. Take "
             "optimizer.fp32_state_dict(model) before the change, and load it into the model of a new optimizer."
         )
     if residual is None and master_weight_bits and p.dtype in codec.CUT_BITS:
         raise RuntimeError(
-            f"{name} is {p.dtype}, with master_weight_bits={master_weight_bits}. It or that was changed since its "
-            "state was made, which has no residual: optimizer.load_state_dict(optimizer.state_dict()) gives it one."
+            f"{_name(p, index)} is {p.dtype}, with master_weight_bits={master_weight_bits}. It or that was changed "
+            "since its state was made, which has no residual: optimizer.load_state_dict(optimizer.state_dict()) gives "
+            "it one."
         )
+
+
+def _name(p: Tensor, index: int) -> str:
+    return f"parameter {index} of shape {tuple(p.shape)}"
 
 
 def check_dtype(p: Tensor) -> None:
