@@ -94,7 +94,7 @@ def plot(rows: list[Row], copy_bytes_per_s: float, path: Path) -> None:
     all_axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for axes, panel in zip(all_axes, panels, strict=True):
         _draw_panel(axes, panel, lambda row: 1e3 * row.get("moved_bytes", 0) / copy_bytes_per_s)
-    all_axes[-1].set_xlabel("ms; whole optimizer.step(), and in dark what its bytes take at copy bandwidth")
+    figure.supxlabel("ms; whole optimizer.step(), and in dark what its bytes take at copy bandwidth", fontsize=9)
     figure.savefig(path, dpi=150)
 
 
