@@ -220,8 +220,10 @@ def titles(names: list[str], size: Size) -> dict[Run, str]:
 def about(device: str) -> dict[str, Any]:
     """What has to be the same for losses to be paired."""
     packages = ("torch", "torchao", "triton", "bitsandbytes", "flashoptim", "peft")
-    installed = [name for name in packages if importlib.util.find_spec(name)]
-    versions = {name: importlib.metadata.version(name) for name in installed}
+    versions = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return {"machine": machine(torch.device(device).type), "python": platform.python_version(), **versions}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
 from tabulate import tabulate
 
 from benchmarks.fidelity import interval
@@ -83,7 +84,7 @@ def _row(comparison: Comparison, variant: str) -> list[str]:
 
 def plot(comparison: Comparison, path: Path) -> None:
     """Gaps, with a dot a seed and their 95 % interval, and the losses on the way, as means over the seeds; a PNG."""
-    figure = Figure(figsize=(10, 1.4 + 0.45 * max(5, len(comparison.complete))), layout="constrained")
+    figure = Figure(figsize=(10, 1.4 + 0.45 * max(6, len(comparison.complete))), layout="constrained")
     left, right = figure.subplots(1, 2)
     colours = {variant: f"C{i}" for i, variant in enumerate(comparison.records)}
     _draw_gaps(left, comparison, colours)
@@ -92,19 +93,19 @@ def plot(comparison: Comparison, path: Path) -> None:
 
 
 def _draw_gaps(axes: Any, comparison: Comparison, colours: dict[str, str]) -> None:
-    variants = [v for v in comparison.complete if comparison.gaps(v)]
+    variants = [variant for variant in comparison.complete if variant != comparison.reference]
     for position, variant in enumerate(variants):
         gaps, colour = comparison.gaps(variant), colours[variant]
-        if variant != comparison.reference:
-            axes.plot(gaps, [position] * len(gaps), "o", color=colour, markersize=4, alpha=0.4, markeredgewidth=0)
-        if variant != comparison.reference and len(gaps) > 1:
+        axes.plot(gaps, [position + 0.2] * len(gaps), "o", color=colour, markersize=4, alpha=0.5, markeredgewidth=0)
+        if len(gaps) > 1:
             gap = interval(gaps)
             reach = gap["high"] - gap["mean"]
             axes.errorbar(gap["mean"], position, xerr=reach, fmt="D", color=colour, markersize=6, capsize=4)
     axes.axvline(0, color=colours[comparison.reference], linewidth=1)
     axes.set_yticks(range(len(variants)), variants)
     axes.set_ylim(len(variants) - 0.5, -0.5)
-    axes.set_xlabel(f"held-out loss less {comparison.reference}'s, nats a {comparison.unit}")
+    axes.locator_params(axis="x", nbins=6)
+    axes.set_xlabel(f"gap to {comparison.reference}, nats a {comparison.unit}; small dots: seeds")
     axes.grid(axis="x", alpha=0.3)
 
 
@@ -116,10 +117,11 @@ def _draw_curves(axes: Any, comparison: Comparison, colours: dict[str, str]) -> 
         steps, losses = _mean_curve([record["held_out"] for record in records])
         axes.plot(steps, losses, "o", color=colours[variant], markersize=4)
     axes.set_yscale("log")
+    axes.yaxis.set(major_locator=MaxNLocator(8), major_formatter="{x:g}", minor_locator=NullLocator())
     axes.set_xlabel("step")
     axes.set_ylabel(f"loss, nats a {comparison.unit}")
     axes.legend(title="line: training; dots: held out", fontsize="small", title_fontsize="small")
-    axes.grid(which="both", alpha=0.3)
+    axes.grid(alpha=0.3)
 
 
 def _train_curve(record: Record) -> list[tuple[float, float]]:
