@@ -124,10 +124,15 @@ def tasks(size: Size, device: str) -> list[Task]:
 
 
 def word_tokens(vocab: int) -> Tensor:
-    """The documents, shuffled, as word numbers by falling frequency, int64; rarer words than the last are number 0."""
+    """The documents, shuffled, as word numbers, int64."""
     documents = _documents()
     random.Random(0).shuffle(documents)
-    words = re.findall(r"\w+|[^\w\s]", "\n".join(documents).lower())
+    return number_words("\n".join(documents), vocab)
+
+
+def number_words(text: str, vocab: int) -> Tensor:
+    """Its words as numbers by falling frequency, int64, 1-D; rarer words than the last are number 0."""
+    words = re.findall(r"\w+|[^\w\s]", text.lower())
     number = {word: i for i, (word, _) in enumerate(Counter(words).most_common(vocab - 1), start=1)}
     return torch.tensor([number.get(word, 0) for word in words])
 
@@ -137,7 +142,7 @@ def _documents() -> list[str]:
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
     paths = sorted(path for path in root.rglob("*.py") if not left_out.intersection(path.relative_to(root).parts))
-    documents = [docstring for path in paths for docstring in _docstrings(path)]
+    documents = [docstring for path in paths for docstring in docstrings(path)]
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions package it apart
@@ -145,7 +150,8 @@ def _documents() -> list[str]:
     return documents + [topics[name] for name in sorted(topics)]
 
 
-def _docstrings(path: Path) -> Iterator[str]:
+def docstrings(path: Path) -> Iterator[str]:
+    """Of a Python file: the module's, its classes' and functions'; empty where there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what the library's own source does
         tree = ast.parse(path.read_bytes())

@@ -54,6 +54,8 @@ class ModelConfig:
 CONFIGS = {
     "tiny": ModelConfig(vocab=256, layers=4, dim=128, ff=512, heads=4, kv_heads=2, tied=True),
     "30m": ModelConfig(vocab=50304, layers=6, dim=384, ff=1024, heads=6, kv_heads=6, tied=True),
+    # words rather than bytes: nearly all of it is embeddings
+    "words": ModelConfig(vocab=12288, layers=2, dim=256, ff=512, heads=4, kv_heads=4, tied=False),
     "124m": ModelConfig(vocab=50304, layers=12, dim=768, ff=2048, heads=12, kv_heads=12, tied=True),
     "1b": ModelConfig(128256, layers=16, dim=2048, ff=8192, heads=32, kv_heads=8, tied=False, rope_theta=500_000.0),
     "8b": ModelConfig(128256, layers=32, dim=4096, ff=14336, heads=32, kv_heads=8, tied=False, rope_theta=500_000.0),

@@ -55,7 +55,7 @@ REGISTRY = {
 }
 
 # Larger models want smaller steps.
-_ADAMW_LR = {"tiny": 5e-3, "30m": 1e-3, "124m": 6e-4, "1b": 3e-4, "8b": 1.5e-4}
+_ADAMW_LR = {"tiny": 5e-3, "30m": 1e-3, "words": 1e-3, "124m": 6e-4, "1b": 3e-4, "8b": 1.5e-4}
 _ADAMW_WEIGHT_DECAY = 0.1
 # Every step of Lion is as large as Adam's largest: lr is divided, and the product lr * weight_decay kept.
 _LION_RATIO = 5

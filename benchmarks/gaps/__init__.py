@@ -1,0 +1,1 @@
+"""Training from paired seeds: the parts behind ``benchmarks/seeds.py``."""
