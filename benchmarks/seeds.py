@@ -319,6 +319,8 @@ def main() -> None:
             show(names, size, found, docs=None)
     except UsageError as error:
         sys.exit(f"seeds: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("seeds: stopped; the same command goes on from here")
 
 
 if __name__ == "__main__":

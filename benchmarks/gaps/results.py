@@ -53,7 +53,8 @@ class Results:
 
     def expected_seconds(self, run: Run) -> float:
         """The most that the same run has taken with any seed, 0 if there is none."""
-        same = [record for record in self._records.values() if _variant(record) == _variant(json.loads(run.key()))]
+        variant = _variant(json.loads(run.key()))
+        same = [record for record in self._records.values() if _variant(record) == variant]
         return max((record["seconds"] for record in same if "seconds" in record), default=0.0)
 
     def _write(self, path: Path) -> None:

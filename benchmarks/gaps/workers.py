@@ -33,7 +33,11 @@ class Worker:
         self._pool.submit(_nothing)  # so that it imports torch while the texts are prepared
 
     def submit(self, *args: Any) -> Future[Outcome | None]:
-        return self._pool.submit(_train, *args)
+        try:
+            return self._pool.submit(_train, *args)
+        except BrokenProcessPool:  # it crashed while it had nothing to do
+            self._start()
+            return self._pool.submit(_train, *args)
 
     def outcome(self, future: Future[Outcome | None]) -> Outcome | None:
         """Of a run that ended. After an error on a GPU, which may stay with the process, the next has a new one."""

@@ -190,6 +190,15 @@ def test_a_process_that_crashes_takes_its_run_alone(workers: list[Worker], folde
     assert "held_out" in outcome
 
 
+def test_a_process_that_crashed_idle_is_replaced(workers: list[Worker], folder: Path) -> None:
+    (process,) = workers[1]._pool._processes.values()
+    os.kill(process.pid, signal.SIGKILL)
+    while not workers[1]._pool._broken:
+        time.sleep(0.05)
+    ((_, outcome),) = execute([run()], workers[1:], folder)
+    assert "held_out" in outcome
+
+
 def test_a_base_is_where_runs_start(workers: list[Worker], folder: Path) -> None:
     base = run(steps=3)
     still = [run(base=base, lr=0.0, seed=seed) for seed in (1, 2)]
