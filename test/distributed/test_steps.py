@@ -18,7 +18,6 @@ from workers import Ranks, device
 
 from lowbit_optim import Lion8bit
 from lowbit_optim import optimizer as optimizer_module
-from lowbit_optim.subclasses import OptimState8bit
 
 BY_HAND = {
     "rows on 2": by_hand((2,), Shard(0)),
@@ -193,15 +192,6 @@ def _sharded(model: nn.Module | None = None, **options: Any) -> nn.Module:
 
 
 def _offloaded() -> nn.Module:
-    """Report 34. The shards are on the CPU, whatever the mesh is of."""
-    model = _sharded(_net().cpu(), offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()))
-    optimizer = Lion8bit(model.parameters(), **_options())
-    _backward(model, 0)
-    optimizer.step()
-    for p in model.parameters():
-        exp_avg = optimizer.state[p]["exp_avg"]
-        parts = [exp_avg.codes, exp_avg.scale] if isinstance(exp_avg, OptimState8bit) else [exp_avg]
-        assert all(part.to_local().device == p.to_local().device == torch.device("cpu") for part in parts)
     return _sharded(_net().cpu(), offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()))
 
 

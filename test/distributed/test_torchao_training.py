@@ -1,4 +1,4 @@
-"""torchao's own int8 training under FSDP2: parameters that are DTensors of subclasses, or are swapped out of a module."""
+"""torchao's own int8 training under FSDP2: parameters that are DTensors of subclasses, or of swapped modules."""
 
 from collections.abc import Callable
 from pathlib import Path
