@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import compress
 from typing import Any
 
@@ -15,13 +16,17 @@ from torch import Tensor
 
 from lowbit_optim import codec
 from lowbit_optim.fused.kernel import FIELDS, PROGRAMS_PER_BUCKET, QUANTIZED, UNEVEN, lion_kernel
+from lowbit_optim.hyperparameters import is_capturing
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
+from lowbit_optim.triton_launch import are_aligned, launch
 from lowbit_optim.updates import Updates
 
+# torch's own, and not in every build of it
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # it is torch's own
+except ImportError:
     TensorGuards = None  # type: ignore[assignment, misc]
+_addresses_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 _PROGRAM_NUMEL = 512
 _WARPS = 1  # then no thread waits for another warp's share of a block's maximum
@@ -47,16 +52,27 @@ class FusedLion:
     def __init__(self) -> None:
         self._layouts = _Layouts([])
         self._states = _States([])
-        self._key: list[Any] = []
-        self._grads: list[int] = []
+        self._weights = self._grads = _Addresses([])
+        self._key: tuple[Any, ...] = ()
         self._launches: list[_Launch] = []
 
     def takes(self, updates: Updates, options: Options) -> bool:
         """Whether these are the tensors of the plan; only gradients may be elsewhere, which it takes note of."""
-        if not self._layouts.are_those_of([*updates.params, *updates.grads, *_residuals(updates, options)]):
-            return False
-        self._grads = list(map(Tensor.data_ptr, updates.grads))
-        return self._key == _key(updates, options, self._grads) and self._states.are(updates.exp_avgs)
+        residuals = _residuals(updates, options)
+        return (
+            self._key == (options, updates.indices, updates.firsts)
+            and self._layouts.are_those_of([*updates.params, *updates.grads, *residuals])
+            and self._weights.are_those_of([*updates.params, *residuals])
+            and self._states.are(updates.exp_avgs)
+            and self._takes_grads(updates.grads)
+        )
+
+    def _takes_grads(self, grads: list[Tensor]) -> bool:
+        """They may move by whole _ALIGNMENTs."""
+        if not self._grads.are_those_of(grads):
+            before, self._grads = self._grads, _Addresses(grads)
+            return self._grads.remainders == before.remainders
+        return True
 
     def plan(self, updates: Updates, options: Options) -> None:
         """Raises RuntimeError if the state or the gradient of a parameter does not fit it."""
@@ -74,11 +90,13 @@ class FusedLion:
             if kind not in launches:
                 launches[kind] = _Launch(*kind)
             launches[kind].add(number, param, grad, exp_avg, residual, codec.noise_key(seed, index), first)
+        residuals = _residuals(updates, options)
         self._launches = list(launches.values())
-        self._layouts = _Layouts([*updates.params, *updates.grads, *_residuals(updates, options)])
+        self._layouts = _Layouts([*updates.params, *updates.grads, *residuals])
+        self._weights = _Addresses([*updates.params, *residuals])
         self._states = _States(updates.exp_avgs)
-        self._grads = list(map(Tensor.data_ptr, updates.grads))
-        self._key = _key(updates, options, self._grads)
+        self._grads = _Addresses(updates.grads)
+        self._key = options, updates.indices, updates.firsts
 
     def run(
         self,
@@ -95,8 +113,8 @@ class FusedLion:
             inverse_grad_scale, found_inf: float32 of one element. Gradients are multiplied by the one; unless the
                 other is 0, nothing changes.
         """
-        for launch in self._launches:
-            launch.run(self._grads, scalars, step, inverse_grad_scale, found_inf)
+        for each in self._launches:
+            each.run(self._grads, scalars, step, inverse_grad_scale, found_inf)
 
 
 class _Layouts:
@@ -123,13 +141,31 @@ def _layout(x: Tensor) -> tuple[Any, ...]:
     return type(x), x.device, x.dtype, x.shape, x.stride()
 
 
+class _Addresses:
+    """Where tensors were, compared by what torch has for the graphs that it captures."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.addresses = list(map(Tensor.data_ptr, tensors))
+        self._order = list(range(len(tensors)))
+
+    @cached_property
+    def remainders(self) -> list[int]:
+        return [address % _ALIGNMENT for address in self.addresses]
+
+    def are_those_of(self, tensors: list[Tensor]) -> bool:
+        """As many tensors as they were."""
+        if _addresses_equal is not None:
+            return _addresses_equal(tensors, self.addresses, self._order)
+        return self.addresses == list(map(Tensor.data_ptr, tensors))
+
+
 class _States:
     """Momentum, recognised without looking into what is quantised: that would be a third of a step's host time."""
 
     def __init__(self, exp_avgs: list[Tensor]) -> None:
         self._ids = list(map(id, exp_avgs))
         self._is_float = [not isinstance(exp_avg, BlockwiseTensor) for exp_avg in exp_avgs]
-        self._floats = self._float_addresses(exp_avgs)
+        self._floats = _Addresses(self._select_floats(exp_avgs))
         self._addresses = list(map(_addresses, exp_avgs))
         self._watches = [weakref.ref(x, self._forget_ids) for exp_avg in exp_avgs for x in (exp_avg, *_parts(exp_avg))]
 
@@ -137,13 +173,13 @@ class _States:
         """One has been freed: another object may get its id."""
         self._ids = [0]
 
-    def _float_addresses(self, exp_avgs: list[Tensor]) -> list[int]:
-        return list(map(Tensor.data_ptr, compress(exp_avgs, self._is_float)))
+    def _select_floats(self, exp_avgs: list[Tensor]) -> list[Tensor]:
+        return list(compress(exp_avgs, self._is_float))
 
     def are(self, exp_avgs: list[Tensor]) -> bool:
         """Whether these are where the others were."""
         if self._ids == list(map(id, exp_avgs)):  # but ``exp_avg.data`` can be replaced
-            return self._floats == self._float_addresses(exp_avgs)
+            return self._floats.are_those_of(self._select_floats(exp_avgs))
         return self._addresses == list(map(_addresses, exp_avgs))
 
 
@@ -162,18 +198,6 @@ def _residuals(updates: Updates, options: Options) -> list[Tensor]:
     return [residual for residual in updates.residuals if residual is not None] if master_weight_bits else []
 
 
-def _key(updates: Updates, options: Options, grads: list[int]) -> list[Any]:
-    """What else a plan is made from. Gradients may move, by whole _ALIGNMENTs."""
-    return [
-        list(map(Tensor.data_ptr, updates.params)),
-        list(map(Tensor.data_ptr, _residuals(updates, options))),
-        [address % _ALIGNMENT for address in grads],
-        options,
-        updates.indices,
-        updates.firsts,
-    ]
-
-
 @dataclass
 class _Launch:
     """Tensors of one device, dtype, gradient dtype and block size, and their table but for the gradients."""
@@ -190,16 +214,17 @@ class _Launch:
     buckets: array = field(default_factory=lambda: array("q"))
     programs: int = 0
     kinds: int = 0
+    _last: tuple[_Addresses, Any, Tensor] | None = None  # gradients, stream, table
 
-    @property
+    @cached_property
     def width(self) -> int:
         return triton.next_power_of_2(self.block_size)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return max(1, _PROGRAM_NUMEL // self.width)
 
-    @property
+    @cached_property
     def uneven_rows(self) -> int:
         """Fewer, since their addresses take registers."""
         return max(1, self.rows // 4)
@@ -227,43 +252,59 @@ class _Launch:
 
     def run(
         self,
-        grads: list[int],
+        grads: _Addresses,
         scalars: Sequence[float | Tensor],
         step: int | Tensor,
         inverse_grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
         lr = scalars[0]
+        args = [self._here(value) for value in (step, *scalars, inverse_grad_scale, found_inf)]
+        are_on_device = isinstance(step, Tensor), isinstance(lr, Tensor), isinstance(lr, Tensor) or lr == 0
+        key = self._constants, are_on_device, inverse_grad_scale is None, found_inf is None, are_aligned(*args)
         with _current(self.device):
-            lion_kernel[(self.programs,)](
-                self._make_table(grads),
+            launch(
+                lion_kernel,
+                (self.programs,),
+                key,
+                self._table(grads),
                 len(self.members),
-                self._here(step),
-                *(self._here(value) for value in scalars),
-                self._here(inverse_grad_scale),
-                self._here(found_inf),
-                STEP_ON_DEVICE=isinstance(step, Tensor),
-                LR_ON_DEVICE=isinstance(lr, Tensor),
-                LR_MAY_BE_ZERO=isinstance(lr, Tensor) or lr == 0,
-                PARAM=_TRITON_DTYPES[self.param_dtype],
-                GRAD=_TRITON_DTYPES[self.grad_dtype],
-                STOCHASTIC=self.stochastic_rounding and self.param_dtype != torch.float32 and self.residual_bits != 16,
-                RESIDUAL_BITS=self.residual_bits,
-                BLOCK=self.block_size,
-                WIDTH=self.width,
-                ROWS=self.rows,
-                UNEVEN_ROWS=self.uneven_rows,
-                KINDS=self.kinds,
+                *args,
+                *are_on_device,
+                *self._constants,
                 num_warps=max(_WARPS, self.width // _PROGRAM_NUMEL),
                 enable_fp_fusion=False,
             )
 
-    def _make_table(self, grads: list[int]) -> Tensor:
-        """On the device, and a new one for each step.
+    @cached_property
+    def _constants(self) -> tuple[Any, ...]:
+        """The kernel's last."""
+        return (
+            _TRITON_DTYPES[self.param_dtype],
+            _TRITON_DTYPES[self.grad_dtype],
+            self.stochastic_rounding and self.param_dtype != torch.float32 and self.residual_bits != 16,
+            self.residual_bits,
+            self.block_size,
+            self.width,
+            self.rows,
+            self.uneven_rows,
+            self.kinds,
+        )
+
+    def _table(self, grads: _Addresses) -> Tensor:
+        """On the device. Another one if gradients have moved, or it is for another stream or a captured graph.
 
         So nothing is ever written that an earlier step, a copy under way or a captured graph may still read; torch's
         allocators keep the memory for as long as that.
         """
+        if is_capturing():  # the memory is the graph's, and filled when that is replayed
+            return self._make_table(grads.addresses)
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        if self._last is None or self._last[0] is not grads or self._last[1] != stream:
+            self._last = grads, stream, self._make_table(grads.addresses)
+        return self._last[2]
+
+    def _make_table(self, grads: list[int]) -> Tensor:
         numbers = array("q", [grads[number] for number in self.members] if len(self.members) < len(grads) else grads)
         for part in (self.fields, self.first_programs, self.buckets):
             numbers.extend(part)

@@ -19,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lowbit_optim.triton_launch import are_aligned, launch
 
 _WIDEST_ROW = 16384  # elements of a row that one program holds
 _TILE_ROWS, _TILE_COLUMNS = 64, 128
@@ -30,38 +31,15 @@ _SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 _ROUNDER = tl.constexpr(1.5 * 2**23)  # added to a float below 2**22, leaves the nearest integer in its low bits
 
 
-def _on_the_tensors_device(launch: Callable[..., None]) -> Callable[..., None]:
+def _on_the_tensors_device(fill: Callable[..., None]) -> Callable[..., None]:
     """Triton launches on the current device, which may be another."""
 
-    @functools.wraps(launch)
-    def launch_there(x: Tensor, *args: Any, **kwargs: Any) -> None:
+    @functools.wraps(fill)
+    def fill_there(x: Tensor, *args: Any, **kwargs: Any) -> None:
         with torch.cuda.device_of(x):
-            launch(x, *args, **kwargs)
+            fill(x, *args, **kwargs)
 
-    return launch_there
-
-
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], key: tuple[Any, ...], *args: Any, **options: Any) -> None:
-    """As ``kernel[grid](*args, **options)``, for a kernel and arguments that Triton compiles once for each ``key``.
-
-    It would find out what to specialise on anew each time, which takes the host three times as long as a launch.
-    """
-    if triton.knobs.runtime.interpret:
-        kernel[grid](*args, **options)
-        return
-    key = kernel, driver.active.get_current_device(), *key
-    compiled = _compiled.get(key)
-    if compiled is None:
-        compiled = _compiled[key] = kernel.warmup(*args, grid=grid, **options)
-    compiled[(*grid, 1, 1)[:3]](*args)
-
-
-def _is_aligned(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """What Triton specialises on in a tensor, its dtype apart."""
-    return tuple(x is not None and x.data_ptr() % 16 == 0 for x in tensors)
+    return fill_there
 
 
 # --- Quantisation ----------------------------------------------------------------------------------------------------
@@ -183,10 +161,10 @@ def quantize_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     rows, columns = x.shape
     block_columns = min(_WIDEST_ROW, triton.next_power_of_2(codes.shape[1]))
     block_rows = max(1, _WIDEST_ROW // 4 // block_columns)
-    _launch(
+    launch(
         rows_kernel,
         (triton.cdiv(rows, block_rows),),
-        (x.dtype, *_is_aligned(x), columns, block_rows, block_columns),
+        (x.dtype, *are_aligned(x), columns, block_rows, block_columns),
         x,
         codes,
         scale,
@@ -210,8 +188,8 @@ def quantize_columns(
     bits = torch.zeros(columns + (rows if by_rows else 0), dtype=torch.int32, device=x.device)
     column_bits, row_bits = bits[:columns], bits[columns:]
     tiles = triton.cdiv(rows, _TILE_ROWS), triton.cdiv(columns, _TILE_COLUMNS)
-    key = (x.dtype, *_is_aligned(x, row_bits, column_bits), columns, by_rows, _TILE_ROWS, _TILE_COLUMNS)
-    _launch(
+    key = (x.dtype, *are_aligned(x, row_bits, column_bits), columns, by_rows, _TILE_ROWS, _TILE_COLUMNS)
+    launch(
         absmax_kernel,
         (triton.cdiv(tiles[0], _TILES), tiles[1]),
         (*key, _TILES),
@@ -226,7 +204,7 @@ def quantize_columns(
         _TILES,
         enable_fp_fusion=False,
     )
-    _launch(
+    launch(
         codes_kernel,
         tiles,
         key,
@@ -403,16 +381,16 @@ def scaled_matmul(
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     programs = config.resident * multiprocessors
     by_descriptor = config.descriptors and n * out.itemsize % 16 == 0
-    key = config, out.dtype, n, bias is None or bias.dtype, *_is_aligned(a_scale, b_scale, bias, out)
+    key = config, out.dtype, n, bias is None or bias.dtype, *are_aligned(a_scale, b_scale, bias, out)
     rest = a_scale, b_scale, bias, m, n, k // 16, bias is not None
     blocks = config.block_m, config.block_n, config.block_k, config.group_m
     options = dict(num_stages=config.stages, num_warps=config.warps, enable_fp_fusion=False)
     dtype = _TRITON_DTYPES[out.dtype]
     if not config.descriptors:
-        key = *key, *_is_aligned(a, b)
-        _launch(pointer_kernel, (tiles,), key, a, b, out, *rest, dtype, *blocks, **options)
+        key = *key, *are_aligned(a, b)
+        launch(pointer_kernel, (tiles,), key, a, b, out, *rest, dtype, *blocks, **options)
         return
-    _launch(
+    launch(
         descriptor_kernel,
         (min(programs, tiles) if programs else tiles,),
         (*key, programs),
