@@ -8,11 +8,14 @@ torchrun --nproc-per-node=2 benchmarks/train_lm.py --parallel fsdp --model 124m
 """
 
 import argparse
+import gc
 import logging
 import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -152,21 +155,32 @@ def run(args: argparse.Namespace) -> int:
     out = make_folder(args, settings, parallel)
     options = ("checkpoint_activations", "gradient_release", "offload_state")
     place = {"parallel": parallel, **{name: getattr(args, name) for name in options}}
+    header = {"device": device_name(device), "torch": torch.__version__, "bigram_loss": data.bigram_loss(dataset)}
     for each in settings:
-        if checkpoint:
-            trainer = Trainer.resume(checkpoint, dataset, device, **place)
-        else:
-            trainer = Trainer(each, dataset, device, **place)
-        header = {"device": device_name(device), "torch": torch.__version__, "bigram_loss": data.bigram_loss(dataset)}
-        complete = loop.train(trainer, out, header=header, checkpoint_every=args.checkpoint_every, stop_at=args.stop_at)
-        if not complete:
-            return say_how_to_resume(trainer, out, args)
-        del trainer
+        start = partial(Trainer.resume, checkpoint) if checkpoint else partial(Trainer, each)
+        try:
+            code = train(partial(start, dataset, device, **place), out, header, args)
+        except Exception as error:
+            if len(settings) == 1 or isinstance(error, UsageError):
+                raise
+            parallel.meet()
+            say_what_failed(each.optimizer, error, parallel)
+            code = None
+        if code is not None:
+            return code
         free_memory()
     parallel.close()
     if parallel.rank == 0:
         show(out)
     return 0
+
+
+def train(start: Callable[[], Trainer], out: Path, header: dict[str, Any], args: argparse.Namespace) -> int | None:
+    """To the end; else the exit code of a run that was stopped."""
+    trainer = start()
+    if loop.train(trainer, out, header=header, checkpoint_every=args.checkpoint_every, stop_at=args.stop_at):
+        return None
+    return say_how_to_resume(trainer, out, args)
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -231,6 +245,7 @@ def make_folder(args: argparse.Namespace, settings: list[Settings], parallel: Al
 
 def free_memory() -> None:
     """Give each run of a comparison the start that the first one had."""
+    gc.collect()  # sharded modules are in cycles
     torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -244,8 +259,21 @@ def say_how_to_resume(trainer: Trainer, out: Path, args: argparse.Namespace) -> 
     return 0 if trainer.step == args.stop_at else INTERRUPTED
 
 
+def say_what_failed(optimizer: str, error: Exception, parallel: Alone) -> None:
+    """One optimizer that cannot do it leaves the others of a comparison to be compared."""
+    if parallel.rank == 0:
+        reason = " ".join(str(error).split())[:300]
+        print(
+            f"train_lm: {optimizer} failed and is left out: {type(error).__name__}: {reason} "
+            f"(all of it: --optimizer {optimizer})",
+            file=sys.stderr,
+        )
+
+
 def show(out: Path) -> None:
-    runs = report.read_all(out)
+    runs = [run for run in report.read_all(out) if run.summary]
+    if not runs:
+        raise UsageError("no run is complete, so there is nothing to compare")
     print(f"\n{report.table(runs)}\n", flush=True)
     report.plot(runs, out / "loss.png")
     print(f"losses in nats a byte; curve: {out / 'loss.png'}; metrics: {out}/*.jsonl")

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 KINDS = ("fsdp", "hsdp", "tp", "ddp")
 _HSDP_REPLICAS = 2
+_PATIENCE = timedelta(minutes=1)
 _TP_PLAN = {
     **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
     **{f"mlp.{name}": ColwiseParallel() for name in ("gate", "up")},
@@ -63,6 +65,9 @@ class Alone:
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
 
+    def meet(self) -> None:
+        """Wait for the other ranks after a failure. Raises RuntimeError if they did not fail, and so do not come."""
+
     def close(self) -> None:
         """After the run."""
 
@@ -94,6 +99,7 @@ class Parallel(Alone):
             torch.cuda.set_device(self.device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._failed = dist.new_group(backend="gloo", timeout=_PATIENCE)
         if kind == "hsdp" and self.world_size % _HSDP_REPLICAS:
             raise UsageError(f"hsdp takes an even number of ranks, not {self.world_size}")
         shape, names = (self.world_size,), ("ranks",)
@@ -167,6 +173,9 @@ class Parallel(Alone):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         state = {i: {k: _sharded_like(parameters[i], v) for k, v in s.items()} for i, s in saved["state"].items()}
         optimizer.load_state_dict({**saved, "state": state})
+
+    def meet(self) -> None:
+        dist.barrier(self._failed)
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -561,11 +561,14 @@ def test_metrics_are_json_with_the_settings_first(text: Path, tmp_path: Path):
 # --- Several ranks ---------------------------------------------------------------------------------------------------
 
 
-def torchrun(ranks: int, *options: str) -> subprocess.CompletedProcess:
+def torchrun(
+    ranks: int, *options: str, script: Path = ROOT / "benchmarks" / "train_lm.py"
+) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     env = {**os.environ, "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    script = str(ROOT / "benchmarks" / "train_lm.py")
-    return subprocess.run([*command, script, *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [*command, str(script), *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.parametrize("how", ["fsdp", "hsdp --cpu-offload", "tp", "ddp"])
@@ -580,6 +583,53 @@ def test_ranks_train_as_one_process_does(how: str, text: Path, tmp_path: Path):
     alone, together = (report.read(folder / "lion8bit.jsonl").rows for folder in (whole, parts))
     for a, b in zip(alone, together, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=0.02)  # sums in another order, and Lion sees their signs
+
+
+FAILING = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch
+from datetime import timedelta
+from benchmarks import train_lm
+from benchmarks.lm import parallel
+
+class Failing(torch.optim.AdamW):
+    def step(self, closure=None):
+        if os.environ["RANK"] in {ranks!r}:
+            raise ValueError("no step of this\\noptimizer")
+        return super().step(closure)
+
+parallel._PATIENCE = timedelta(seconds=2)
+torch.optim.AdamW = Failing
+sys.exit(train_lm.main())
+"""
+
+
+def compare_with_a_failing_one(ranks: str, text: Path, folder: Path) -> subprocess.CompletedProcess:
+    script = folder / "failing.py"
+    script.write_text(FAILING.format(root=str(ROOT), ranks=ranks))
+    options = ["--parallel", "fsdp", "--compare", "lion,torch.AdamW,lion8bit", "--out", str(folder / "run")]
+    return torchrun(2, *QUICK, "--data", str(text), *options, script=script)
+
+
+def test_an_optimizer_that_fails_leaves_the_others_compared(text: Path, tmp_path: Path):
+    done = compare_with_a_failing_one("01", text, tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    assert lines == [
+        "train_lm: torch.AdamW failed and is left out: ValueError: no step of this optimizer "
+        "(all of it: --optimizer torch.AdamW)"
+    ]
+    table = [line.split()[0] for line in done.stdout.splitlines() if line.startswith(("lion", "torch"))]
+    assert table == ["lion", "lion8bit"]
+
+
+def test_an_optimizer_that_fails_on_one_rank_ends_all(text: Path, tmp_path: Path):
+    """The others are in the middle of a collective call, and would wait there."""
+    done = compare_with_a_failing_one("1", text, tmp_path)
+    assert done.returncode != 0
+    assert "ValueError: no step of this" in done.stderr
+    assert "lion8bit" not in done.stdout
 
 
 @pytest.mark.parametrize(

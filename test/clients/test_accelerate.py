@@ -111,6 +111,28 @@ def test_the_scaler_of_fp16_skips_a_step_whose_gradients_are_not_finite() -> Non
     assert differences(snapshot(model, optimizer), snapshot(plain, plain_optimizer)) == []
 
 
+# --- Two processes --------------------------------------------------------------------------------------------------
+
+
+def check_replicas(folder: Path) -> None:
+    accelerator, model, optimizer = prepared()
+    assert (accelerator.distributed_type, accelerator.num_processes) == ("MULTI_CPU", processes.RANKS)
+    train(accelerator, model, optimizer, range(2))
+    accelerator.save_state(folder)
+    train(accelerator, model, optimizer, range(2, 4))
+    expected = snapshot(model, optimizer)
+
+    accelerator, model, optimizer = prepared()
+    accelerator.load_state(folder)
+    train(accelerator, model, optimizer, range(2, 4))
+    assert differences(snapshot(model, optimizer), expected) == []
+
+
+def test_replicas_go_on_from_a_saved_state(tmp_path: Path) -> None:
+    """Report 8, with a copy of the model in each of two processes (DDP)."""
+    processes.run(check_replicas, tmp_path)
+
+
 # --- FSDP2 ----------------------------------------------------------------------------------------------------------
 
 

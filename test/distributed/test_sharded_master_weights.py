@@ -86,7 +86,7 @@ def _fused() -> None:
             patch.setattr(optimizer_module, "_why_not_fused", on_any_device)
             _, optimizer = trained(MESHES["2"], bits, steps=2)
             (fused_step,) = optimizer._fused_steps.values()
-            assert len(fused_step._grads) == len(SHAPES)
+            assert len(fused_step._grads.addresses) == len(SHAPES)
         assert_as_one_process(MESHES["2"], optimizer, trained(ONE, bits, steps=2)[1])
 
 
