@@ -223,19 +223,25 @@ def main() -> None:
     device = torch.device(args.device)
     dataset = ByteDataset.from_text(load_text())
     start = pretrained(size, dataset, device)
-    figures = {name: train_on(name, size, start, dataset, device) for name in args.formats.split(";")}
+    figures = {}
+    for name in args.formats.split(";"):
+        figures[name] = train_on(name, size, start, dataset, device)
+        if not args.quick:
+            save(figures, size, args.device)
     print(table(figures))
-    if not args.quick:
-        report = {
-            "machine": torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()}-core CPU",
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "size": asdict(size),
-            "formats": figures,
-        }
-        results = Path(__file__).parent / "results" / f"weight_formats_{args.device}.json"
-        results.parent.mkdir(exist_ok=True)
-        results.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def save(figures: dict[str, dict[str, Any]], size: Size, device: str) -> None:
+    report = {
+        "machine": torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()}-core CPU",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "size": asdict(size),
+        "formats": figures,
+    }
+    results = Path(__file__).parent / "results" / f"weight_formats_{device}.json"
+    results.parent.mkdir(exist_ok=True)
+    results.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
