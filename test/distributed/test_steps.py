@@ -38,7 +38,7 @@ MESHES = {**make_meshes(SHAPES), **BY_HAND}
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_mesh_gives_the_bits_of_one_process(world_size: int, ranks: Ranks) -> None:
-    """Reports 32 and 38: of any size along a dimension. 20 steps with stochastic rounding; weights, codes and scales."""
+    """Reports 32 and 38: of any size. 20 steps with stochastic rounding; weights, codes and scales."""
     ranks.run(world_size, _every_mesh, world_size)
 
 
