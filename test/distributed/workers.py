@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 _TIMEOUT_S = 180
-# Imported once, in a process that ranks are forked from: it takes seconds, and none of it starts a thread or a GPU.
+# Imported once, in a process that ranks are forked from: it takes seconds, and none of it starts a thread. Some of it
+# asks how many GPUs there are, after which a forked process can use none.
 _PRELOADED = ["lowbit_optim", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
 
 
@@ -49,7 +50,7 @@ class Ranks:
 class _Group:
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(_PRELOADED if torch.cuda.device_count() < 2 else [])
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
