@@ -27,7 +27,7 @@ from lowbit_optim.hyperparameters import (
     step_as_tensor,
 )
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
-from lowbit_optim.updates import NO_UPDATES, Updates, check_dtype
+from lowbit_optim.updates import NO_UPDATES, LocalUpdates, Updates, check_dtype, same_objects
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -50,16 +50,14 @@ class _StateOrder:
 
     def is_current(self, state: Mapping[Tensor, Any], groups: list[list[Tensor]]) -> bool:
         """Whether state has the same keys and the groups the same parameters, in the same order."""
-        return len(groups) == len(self._groups) and all(map(_same, [*groups, list(state)], [*self._groups, self._keys]))
+        return len(groups) == len(self._groups) and all(
+            map(same_objects, [*groups, list(state)], [*self._groups, self._keys])
+        )
 
     def select(self, state: Mapping[Tensor, Any]) -> list[list[Any]]:
         """The state of each group's parameters, None where there is none."""
         states = [*state.values(), None]
         return [[states[place] for place in places] for places in self._places]
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 @dataclass
@@ -101,6 +99,7 @@ class LowBitOptimizer(Optimizer):
         """What was learned in earlier steps to save time."""
         self._order = _StateOrder({}, [])
         self._fused_steps: dict[tuple[int, Hashable], Any] = {}  # by number of the group, and a part of it
+        self._local_updates: dict[tuple[int, Hashable], LocalUpdates] = {}  # alike; of groups with DTensors
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own. Raises as the constructor does."""
@@ -346,10 +345,13 @@ class LowBitOptimizer(Optimizer):
             return _GroupStep(group, scalars, None, NO_UPDATES, updates, [])
         options = (group["block_size"], group["seed"], group["stochastic_rounding"], group["master_weight_bits"])
         fused = self._fused_steps.get((number, part))
-        if fused is not None and fused.takes(updates, options):
-            return _GroupStep(group, scalars, fused, updates, NO_UPDATES, [])
+        known = self._local_updates.get((number, part))
+        local = known.of(updates) if known else updates
+        if fused is not None and local is not None and fused.takes(local, options):
+            return _GroupStep(group, scalars, fused, local, NO_UPDATES, [])
         updates.check(group["master_weight_bits"])
-        updates = updates.in_one_run(lambda p: self._is_fused(p, group))
+        whole, updates = updates, updates.in_one_run(lambda p: self._is_fused(p, group))
+        self._remember(number, part, whole, updates)
         chosen = [self._is_fused(p, group) for p in updates.params]
         one_by_one = updates.select([not each for each in chosen])
         updates, copied = updates.select(chosen).as_plain()
@@ -357,6 +359,13 @@ class LowBitOptimizer(Optimizer):
             fused = self._fused_steps[number, part] = self._new_fused_step()  # type: ignore[misc]
             fused.plan(updates, options)
         return _GroupStep(group, scalars, fused, updates, one_by_one, copied)
+
+    def _remember(self, number: int, part: Hashable, whole: Updates, local: Updates) -> None:
+        """What a rank holds of all of them, if that is plain; not of state that is on its device for one step alone."""
+        self._local_updates.pop((number, part), None)
+        has_dtensors = any(map(shards.is_dtensor, whole.params))
+        if has_dtensors and not any(map(shards.is_dtensor, local.params)) and not self.defaults["offload_state"]:
+            self._local_updates[number, part] = LocalUpdates(whole, local)
 
     def _step_group(self, step: _GroupStep, shared_blocks: sharding.SharedBlocks) -> None:
         moves_weights = advance_step(step.group, getattr(self, "found_inf", None))
