@@ -25,11 +25,15 @@ def label(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    return "\n\n".join(f"{_title(some)}\n{_one_table(some)}" for some in by_model(rows))
+    return "\n\n".join(f"{_title(some)}\n{_one_table(some)}" for some in by_training(rows))
 
 
-def by_model(rows: list[Row]) -> list[list[Row]]:
-    return [[row for row in rows if row["model"] == model] for model in dict.fromkeys(row["model"] for row in rows)]
+def by_training(rows: list[Row]) -> list[list[Row]]:
+    """Rows of the same model and batch, in the order in which these come first."""
+    trainings: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        trainings.setdefault(tuple(row[key] for key in ("model", "layers", "batch_size", "seq_len")), []).append(row)
+    return list(trainings.values())
 
 
 def _title(rows: list[Row]) -> str:
@@ -68,8 +72,8 @@ def _gb(nbytes: float | None) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """A bar an optimizer and a panel a model: what the peak consists of, and a mark for what was reserved."""
-    panels = [some for some in ([row for row in m if row.get("peak")] for m in by_model(rows)) if some]
+    """A bar an optimizer and a panel a training: what the peak consists of, and a mark for what was reserved."""
+    panels = [some for some in ([row for row in m if row.get("peak")] for m in by_training(rows)) if some]
     if not panels:
         raise ValueError("no row has a peak, so there is nothing to draw")
     heights = [len(panel) + 1.5 for panel in panels]
@@ -87,9 +91,10 @@ def _draw(axes: Any, rows: list[Row]) -> None:
     left = [0.0] * len(rows)
     for part, color in PARTS.items():
         widths = [row[part] / _GB for row in rows]
-        bars = axes.barh(positions, widths, left=left, color=color, label=part)
+        axes.barh(positions, widths, left=left, color=color, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.bar_label(bars, [f"{total:.1f}" for total in left], padding=3, fontsize=8)
+    for position, total in zip(positions, left, strict=True):
+        axes.text(total, position, f"{total:.1f} ", ha="right", va="center", fontsize=8)
     axes.plot([row["reserved"] / _GB for row in rows], positions, "k|", label="reserved")
     axes.set_yticks(positions, [label(row) for row in rows], fontsize=7)
     axes.invert_yaxis()
