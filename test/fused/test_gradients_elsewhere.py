@@ -1,0 +1,38 @@
+"""Gradients that autograd or DDP put where, or as, the first ones were not."""
+
+import pytest
+import torch
+from torch import nn
+
+from lowbit_optim import Lion8bit
+from lowbit_optim.fused import FusedLion
+
+
+def test_a_gradient_that_moves_by_less_than_a_load_is_planned_anew(
+    fused_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP rebuilds its buckets after the first step. Wide loads from there are a fault on a GPU alone."""
+    plans: list[int] = []
+    plan = FusedLion.plan
+    monkeypatch.setattr(FusedLion, "plan", lambda self, *args: (plans.append(1), plan(self, *args)))
+    p = nn.Parameter(torch.randn(64, 64, device=fused_device))
+    optimizer = Lion8bit([p])
+    flat = torch.randn(64 * 64 + 4, device=fused_device)
+    for start, expected in [(0, 1), (4, 1), (1, 2), (1, 2), (0, 3)]:
+        p.grad = flat[start : start + 64 * 64].view(64, 64)
+        optimizer.step()
+        assert len(plans) == expected, start
+
+
+def test_a_gradient_with_torchs_negative_bit(fused_device: str) -> None:
+    """Autograd leaves one in a parameter of one element that is multiplied by a conjugate."""
+    p = nn.Parameter(torch.full((1,), 0.5, device=fused_device))
+    optimizer = Lion8bit([p], lr=0.25)
+    for expected in [0.25, 0.0]:
+        optimizer.zero_grad()
+        z = torch.complex(torch.ones_like(p), p)
+        (z.conj() * (1 + 2j)).real.sum().backward()
+        assert p.grad is not None
+        assert p.grad.is_neg()
+        optimizer.step()
+        assert p.item() == expected
