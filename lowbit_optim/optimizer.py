@@ -472,7 +472,7 @@ def _update_param(
     copied = is_traceable_wrapper_subclass(local) or not local.is_contiguous()
     # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
     values = shards.plain_copy(local) if copied else local.detach()
-    grad = sharding.local_grad(p, grad).contiguous()
+    grad = sharding.local_grad(p, grad).resolve_neg().contiguous()
     for step in sharding.local_steps(p, values, grad, exp_avg, residual, noisy=noise[0] is not None):
         tensors = step.param, step.grad, step.exp_avg
         update(*tensors, *scalars, *noise, step.position, master_residual=step.master_residual)

@@ -84,7 +84,7 @@ class Updates(NamedTuple):
             params.append(values)
             if is_traceable_wrapper_subclass(grad):
                 grad = shards.plain_copy(grad)
-            grads.append(grad.contiguous())
+            grads.append(grad.resolve_neg().contiguous())
         return self._replace(params=params, grads=grads), copied
 
 

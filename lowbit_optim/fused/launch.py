@@ -69,9 +69,12 @@ class FusedLion:
 
     def _takes_grads(self, grads: list[Tensor]) -> bool:
         """They may move by whole _ALIGNMENTs."""
-        if not self._grads.are_those_of(grads):
-            before, self._grads = self._grads, _Addresses(grads)
-            return self._grads.remainders == before.remainders
+        if self._grads.are_those_of(grads):
+            return True
+        moved = _Addresses(grads)
+        if moved.remainders != self._grads.remainders:
+            return False
+        self._grads = moved
         return True
 
     def plan(self, updates: Updates, options: Options) -> None:
@@ -138,7 +141,7 @@ class _Layouts:
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:
-    return type(x), x.device, x.dtype, x.shape, x.stride()
+    return type(x), x.device, x.dtype, x.shape, x.stride(), x.is_neg()
 
 
 class _Addresses:

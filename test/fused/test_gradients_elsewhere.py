@@ -1,5 +1,7 @@
 """Gradients that autograd or DDP put where, or as, the first ones were not."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,12 @@ def test_a_gradient_that_moves_by_less_than_a_load_is_planned_anew(
     """DDP rebuilds its buckets after the first step. Wide loads from there are a fault on a GPU alone."""
     plans: list[int] = []
     plan = FusedLion.plan
-    monkeypatch.setattr(FusedLion, "plan", lambda self, *args: (plans.append(1), plan(self, *args)))
+
+    def counted(self: FusedLion, *args: Any) -> None:
+        plans.append(1)
+        plan(self, *args)
+
+    monkeypatch.setattr(FusedLion, "plan", counted)
     p = nn.Parameter(torch.randn(64, 64, device=fused_device))
     optimizer = Lion8bit([p])
     flat = torch.randn(64 * 64 + 4, device=fused_device)
