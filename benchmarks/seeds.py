@@ -111,6 +111,7 @@ class Size:
         seeds: number of them, counted from 0.
         shorten: the studies' steps are divided by it.
         small: whether `tiny` takes the place of the large models.
+        compile: see `Settings`.
     """
 
     batch_size: int
@@ -119,6 +120,7 @@ class Size:
     seeds: int
     shorten: int = 1
     small: bool = False
+    compile: bool = False
 
 
 SIZES = {
@@ -149,6 +151,7 @@ def settings(options: dict[str, Any], size: Size, seed: int) -> Settings:
             "seq_len": size.seq_len,
             "eval_sequences": size.eval_sequences,
             "seed": seed,
+            "compile": size.compile,
         }
     )
     return sized.resolved()
@@ -274,6 +277,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, help="default: by device")
     parser.add_argument("--jobs", type=int, help="processes; default: a core each on a CPU, 12 a GPU")
     parser.add_argument("--minutes", type=float, default=math.inf, help="give up what is running after so many")
+    parser.add_argument("--compile", action="store_true", help="the models; other runs than without")
     parser.add_argument("--results", type=Path, help="default: benchmarks/results/seeds_DEVICE.json")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where --show draws; default: docs/")
     parser.add_argument("--show", action="store_true", help="only tables and plots of what is done")
@@ -308,7 +312,7 @@ def main() -> None:
     deadline_from = time.time()
     args = arguments()
     size = SIZES["quick" if args.quick else args.device]
-    size = replace(size, seeds=args.seeds or size.seeds)
+    size = replace(size, seeds=args.seeds or size.seeds, compile=args.compile)
     try:
         if args.show:
             show(args.names, size, Results(args.results, {}), args.docs)

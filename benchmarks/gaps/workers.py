@@ -130,6 +130,8 @@ def _train(run: Run, folder: Path, device: torch.device, *args: Any) -> Outcome 
         first_line = next(iter(str(error).splitlines()), "no message")
         return {"error": f"{type(error).__name__}: {first_line}"}
     finally:
+        if run.settings.compile:
+            torch.compiler.reset()  # its graphs hold the model
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
