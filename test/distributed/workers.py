@@ -50,7 +50,7 @@ class Ranks:
 class _Group:
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED if torch.cuda.device_count() < 2 else [])
+        context.set_forkserver_preload([] if torch.cuda.device_count() else _PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
