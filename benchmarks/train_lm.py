@@ -163,11 +163,11 @@ def run(args: argparse.Namespace) -> int:
         except Exception as error:
             if len(settings) == 1 or isinstance(error, UsageError):
                 raise
-            parallel.meet()
+            parallel.meet(error)
             say_what_failed(each.optimizer, error, parallel)
-            code = None
-        if code is not None:
-            return code
+        else:
+            if code is not None:
+                return code
         free_memory()
     parallel.close()
     if parallel.rank == 0:

@@ -27,7 +27,7 @@ from lowbit_optim.hyperparameters import (
     step_as_tensor,
 )
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
-from lowbit_optim.updates import NO_UPDATES, LocalUpdates, Updates, check_dtype, same_objects
+from lowbit_optim.updates import NO_UPDATES, LocalUpdates, Updates, check_dtype
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -50,14 +50,16 @@ class _StateOrder:
 
     def is_current(self, state: Mapping[Tensor, Any], groups: list[list[Tensor]]) -> bool:
         """Whether state has the same keys and the groups the same parameters, in the same order."""
-        return len(groups) == len(self._groups) and all(
-            map(same_objects, [*groups, list(state)], [*self._groups, self._keys])
-        )
+        return len(groups) == len(self._groups) and all(map(_same, [*groups, list(state)], [*self._groups, self._keys]))
 
     def select(self, state: Mapping[Tensor, Any]) -> list[list[Any]]:
         """The state of each group's parameters, None where there is none."""
         states = [*state.values(), None]
         return [[states[place] for place in places] for places in self._places]
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 @dataclass
@@ -350,15 +352,15 @@ class LowBitOptimizer(Optimizer):
         if fused is not None and local is not None and fused.takes(local, options):
             return _GroupStep(group, scalars, fused, local, NO_UPDATES, [])
         updates.check(group["master_weight_bits"])
-        whole, updates = updates, updates.in_one_run(lambda p: self._is_fused(p, group))
-        self._remember(number, part, whole, updates)
-        chosen = [self._is_fused(p, group) for p in updates.params]
-        one_by_one = updates.select([not each for each in chosen])
-        updates, copied = updates.select(chosen).as_plain()
-        if updates.params and (fused is None or not fused.takes(updates, options)):
+        local = updates.in_one_run(lambda p: self._is_fused(p, group))
+        self._remember(number, part, updates, local)
+        chosen = [self._is_fused(p, group) for p in local.params]
+        one_by_one = local.select([not each for each in chosen])
+        together, copied = local.select(chosen).as_plain()
+        if together.params and (fused is None or not fused.takes(together, options)):
             fused = self._fused_steps[number, part] = self._new_fused_step()  # type: ignore[misc]
-            fused.plan(updates, options)
-        return _GroupStep(group, scalars, fused, updates, one_by_one, copied)
+            fused.plan(together, options)
+        return _GroupStep(group, scalars, fused, together, one_by_one, copied)
 
     def _remember(self, number: int, part: Hashable, whole: Updates, local: Updates) -> None:
         """What a rank holds of all of them, if that is plain; not of state that is on its device for one step alone."""

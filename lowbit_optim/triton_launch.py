@@ -12,7 +12,7 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 def launch(kernel: Any, grid: tuple[int, ...], key: tuple[Any, ...], *args: Any, **options: Any) -> None:
     """As ``kernel[grid](*args, **options)`` on the current device, for what Triton compiles once for each ``key``.
 
-    It would find out what to specialise on anew each time. The key has to tell apart whatever that may be: constants,
+    Triton would find out what to specialise on anew each time. The key has to tell apart all of that: constants,
     dtypes, which arguments are None, which tensors begin on 16 bytes, and integers unless they are excepted.
 
     Args:
@@ -29,6 +29,6 @@ def launch(kernel: Any, grid: tuple[int, ...], key: tuple[Any, ...], *args: Any,
     compiled[(*grid, 1, 1)[:3]](*args)
 
 
-def are_aligned(*values: Any) -> tuple[bool, ...]:
+def alignments(*values: Any) -> tuple[bool, ...]:
     """What Triton specialises on in a tensor, its dtype apart; False for all else."""
     return tuple(isinstance(x, Tensor) and x.data_ptr() % 16 == 0 for x in values)

@@ -1,7 +1,6 @@
 """What a step works on: parameters, their gradients and state, in lists, and what the fused kernel takes of them."""
 
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -103,36 +102,38 @@ class LocalUpdates:
     """
 
     def __init__(self, whole: Updates, local: Updates) -> None:
-        self._whole, self._local = (updates._replace(grads=[]) for updates in (whole, local))  # those may be freed
-        self._addresses = _addresses(whole.params)
+        self._ids = _ids(whole)
+        self._kept = kept = [local._replace(params=[], grads=[])]  # those may be freed
+        self._addresses = _addresses(whole)
         self._cuts = list(map(_cut, whole.grads))
         shapes = zip(_held(whole.params), local.params, strict=True)
         self._rows = [(i, p.shape) for i, (held, p) in enumerate(shapes) if held.shape != p.shape]
-        quantized = [exp_avg for exp_avg in whole.exp_avgs if isinstance(exp_avg, BlockwiseTensor)]
-        self._watches = [weakref.ref(x, self._forget) for m in quantized for x in (m.codes, m.scale)]
-
-    def _forget(self, _: Any) -> None:
-        """Codes or a scale have been freed: a momentum was given others."""
-        self._addresses = []
+        # no reference to self: a cycle would keep what was freed until the garbage collector comes
+        watched = [x for column in whole.state.values() for y in column for x in _tensors(y)]
+        self._watches = [weakref.ref(x, lambda _: kept.clear()) for x in watched]
 
     def of(self, updates: Updates) -> Updates | None:
         """What this rank holds of ``updates``; None if more than the memory of gradients may have changed."""
-        known = self._whole
-        columns = zip([updates.params, *updates.state.values()], [known.params, *known.state.values()], strict=True)
-        if not all(same_objects(*pair) for pair in columns) or self._addresses != _addresses(updates.params):
+        if not self._kept or self._ids != _ids(updates) or self._addresses != _addresses(updates):
             return None
         if self._cuts != list(map(_cut, updates.grads)):
             return None
-        grads = _held(updates.grads)
+        params, grads = _held(updates.params), _held(updates.grads)
         for i, shape in self._rows:
             if not grads[i].is_contiguous() or grads[i].numel() != shape.numel():
                 return None
-            grads[i] = grads[i].view(shape)
-        return self._local._replace(grads=grads, indices=updates.indices)
+            params[i], grads[i] = params[i].view(shape), grads[i].view(shape)
+        return self._kept[0]._replace(params=params, grads=grads, indices=updates.indices)
 
 
-def same_objects(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+def _ids(updates: Updates) -> list[list[int]]:
+    return [list(map(id, column)) for column in (updates.params, *updates.state.values())]
+
+
+def _tensors(x: Any) -> list[Any]:
+    if x is None:
+        return []
+    return [x, x.codes, x.scale] if isinstance(x, BlockwiseTensor) else [x]
 
 
 def _held(tensors: Sequence[Any]) -> list[Tensor]:
@@ -140,8 +141,10 @@ def _held(tensors: Sequence[Any]) -> list[Tensor]:
     return [x._local_tensor if shards.is_dtensor(x) else x for x in tensors]
 
 
-def _addresses(params: Sequence[Any]) -> list[int]:
-    return list(map(Tensor.data_ptr, _held(params)))
+def _addresses(updates: Updates) -> list[int]:
+    """Of all but quantised state."""
+    tensors = [*updates.params, *updates.exp_avgs, *filter(lambda x: x is not None, updates.residuals)]
+    return [x.data_ptr() for x in _held(tensors) if not isinstance(x, BlockwiseTensor)]
 
 
 def _cut(x: Any) -> tuple[Any, ...] | None:

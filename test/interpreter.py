@@ -1,6 +1,29 @@
 """Makes Triton's interpreter give what a GPU would, where there is no GPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import numpy as np
+import pytest
+
+
+@contextmanager
+def fused_on(device_type: str) -> Iterator[None]:
+    """The optimizer takes the fused step on such a device, wherever nothing but the device is against it."""
+    from lowbit_optim import optimizer
+
+    if device_type == "cpu":
+        mend()
+    why_not_fused = optimizer._why_not_fused
+
+    def but_for_the_device(p: Any, group: Any) -> str | None:
+        reason = why_not_fused(p, group)
+        return None if reason and "needs CUDA" in reason else reason
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "_why_not_fused", but_for_the_device)
+        yield
 
 
 def mend() -> None:

@@ -65,8 +65,11 @@ class Alone:
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
 
-    def meet(self) -> None:
-        """Wait for the other ranks after a failure. Raises RuntimeError if they did not fail, and so do not come."""
+    def meet(self, error: Exception) -> None:
+        """Wait for the other ranks after a failure, to go on with something else.
+
+        Raises ``error`` if each rank may have failed elsewhere, and RuntimeError if others did not, and so do not come.
+        """
 
     def close(self) -> None:
         """After the run."""
@@ -174,7 +177,9 @@ class Parallel(Alone):
         state = {i: {k: _sharded_like(parameters[i], v) for k, v in s.items()} for i, s in saved["state"].items()}
         optimizer.load_state_dict({**saved, "state": state})
 
-    def meet(self) -> None:
+    def meet(self, error: Exception) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
         dist.barrier(self._failed)
 
     def close(self) -> None:

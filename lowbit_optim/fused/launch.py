@@ -18,7 +18,7 @@ from lowbit_optim import codec
 from lowbit_optim.fused.kernel import FIELDS, PROGRAMS_PER_BUCKET, QUANTIZED, UNEVEN, lion_kernel
 from lowbit_optim.hyperparameters import is_capturing
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
-from lowbit_optim.triton_launch import are_aligned, launch
+from lowbit_optim.triton_launch import alignments, launch
 from lowbit_optim.updates import Updates
 
 # torch's own, and not in every build of it
@@ -264,7 +264,8 @@ class _Launch:
         lr = scalars[0]
         args = [self._here(value) for value in (step, *scalars, inverse_grad_scale, found_inf)]
         are_on_device = isinstance(step, Tensor), isinstance(lr, Tensor), isinstance(lr, Tensor) or lr == 0
-        key = self._constants, are_on_device, inverse_grad_scale is None, found_inf is None, are_aligned(*args)
+        # the table always begins on 16 bytes: torch allocates it
+        key = self._constants, are_on_device, inverse_grad_scale is None, found_inf is None, alignments(*args)
         with _current(self.device):
             launch(
                 lion_kernel,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lowbit_optim.triton_launch import are_aligned, launch
+from lowbit_optim.triton_launch import alignments, launch
 
 _WIDEST_ROW = 16384  # elements of a row that one program holds
 _TILE_ROWS, _TILE_COLUMNS = 64, 128
@@ -164,7 +164,7 @@ def quantize_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     launch(
         rows_kernel,
         (triton.cdiv(rows, block_rows),),
-        (x.dtype, *are_aligned(x), columns, block_rows, block_columns),
+        (x.dtype, *alignments(x), columns, block_rows, block_columns),
         x,
         codes,
         scale,
@@ -188,7 +188,7 @@ def quantize_columns(
     bits = torch.zeros(columns + (rows if by_rows else 0), dtype=torch.int32, device=x.device)
     column_bits, row_bits = bits[:columns], bits[columns:]
     tiles = triton.cdiv(rows, _TILE_ROWS), triton.cdiv(columns, _TILE_COLUMNS)
-    key = (x.dtype, *are_aligned(x, row_bits, column_bits), columns, by_rows, _TILE_ROWS, _TILE_COLUMNS)
+    key = (x.dtype, *alignments(x, row_bits, column_bits), columns, by_rows, _TILE_ROWS, _TILE_COLUMNS)
     launch(
         absmax_kernel,
         (triton.cdiv(tiles[0], _TILES), tiles[1]),
@@ -381,13 +381,13 @@ def scaled_matmul(
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     programs = config.resident * multiprocessors
     by_descriptor = config.descriptors and n * out.itemsize % 16 == 0
-    key = config, out.dtype, n, bias is None or bias.dtype, *are_aligned(a_scale, b_scale, bias, out)
+    key = config, out.dtype, n, bias is None or bias.dtype, *alignments(a_scale, b_scale, bias, out)
     rest = a_scale, b_scale, bias, m, n, k // 16, bias is not None
     blocks = config.block_m, config.block_n, config.block_k, config.group_m
     options = dict(num_stages=config.stages, num_warps=config.warps, enable_fp_fusion=False)
     dtype = _TRITON_DTYPES[out.dtype]
     if not config.descriptors:
-        key = *key, *are_aligned(a, b)
+        key = *key, *alignments(a, b)
         launch(pointer_kernel, (tiles,), key, a, b, out, *rest, dtype, *blocks, **options)
         return
     launch(

@@ -12,7 +12,8 @@ import torch.multiprocessing as mp
 import torchvision_names  # noqa: F401  # in each process too
 
 RANKS = 2
-# Imported once, in a process that ranks are forked from: it takes seconds, and none of it starts a thread or a GPU.
+# Imported once, in a process that ranks are forked from: it takes seconds, and none of it starts a thread. Some of it
+# asks how many GPUs there are, after which a forked process can use none.
 _PRELOADED = ["torchvision_names", "lowbit_optim", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
 
 
@@ -21,7 +22,7 @@ def run(function: Callable[[Path], None], folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([] if torch.cuda.device_count() else _PRELOADED)
     mp.start_processes(_run_rank, args=(function, port, folder), nprocs=RANKS, start_method="forkserver")
 
 

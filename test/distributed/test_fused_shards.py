@@ -3,8 +3,7 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import interpreter
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from workers import Ranks, device
 
 from lowbit_optim import Lion8bit, sharding
-from lowbit_optim import optimizer as optimizer_module
 
 SHAPES: list[meshes.Shape] = [(6, 128), (7, 3, 3, 3), (9, 70), (3, 5), (100,)]
 MESHES = make_meshes(SHAPES)
@@ -44,6 +42,12 @@ def with_another_scale(optimizer: Any) -> None:
 def with_another_momentum(optimizer: Any) -> None:
     p = meshes.parameters(optimizer)[0]
     optimizer.state[p]["exp_avg"] = sharding.zeros(p, 64)
+
+
+def with_another_residual(optimizer: Any) -> None:
+    """In the object that there was."""
+    residual = optimizer.state[meshes.parameters(optimizer)[0]]["master_residual"]
+    residual._local_tensor = residual._local_tensor.detach() + 1
 
 
 def elsewhere(optimizer: Any) -> None:
@@ -81,6 +85,7 @@ CHANGES: list[Change] = [
     with_other_codes,
     with_another_scale,
     with_another_momentum,
+    with_another_residual,
     elsewhere,
     of_another_seed,
     without_a_gradient,
@@ -88,21 +93,6 @@ CHANGES: list[Change] = [
     with_a_channels_last_gradient,
     in_another_order,
 ]
-
-
-@contextmanager
-def fused_anywhere() -> Iterator[None]:
-    if device().type == "cpu":
-        interpreter.mend()
-    why_not_fused = optimizer_module._why_not_fused
-
-    def but_for_the_device(p: Any, group: Any) -> str | None:
-        reason = why_not_fused(p, group)
-        return None if reason and "needs CUDA" in reason else reason
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_module, "_why_not_fused", but_for_the_device)
-        yield
 
 
 def looks(patch: pytest.MonkeyPatch) -> list[Any]:
@@ -125,7 +115,7 @@ def test_shards_are_looked_at_once(ranks: Ranks) -> None:
 def _looked_at_once() -> None:
     mesh = MESHES["2"]
     optimizer = Lion8bit(mesh.make(SHAPES).parameters(), **OPTIONS)
-    with fused_anywhere(), pytest.MonkeyPatch.context() as patch:
+    with interpreter.fused_on(device().type), pytest.MonkeyPatch.context() as patch:
         found = looks(patch)
         meshes.train(mesh, optimizer, 4)
         assert len(found) == len(SHAPES)
@@ -144,8 +134,11 @@ def test_what_changes_between_steps_is_seen(change: Change, ranks: Ranks) -> Non
 def _changed(change: Change) -> None:
     copies = [by_hand((2,), Replicate())] if change is with_a_partial_gradient else []  # whose parts have one shape
     for mesh in (MESHES["2"], *copies):
-        fused, other = (Lion8bit(mesh.make(SHAPES).parameters(), **OPTIONS, fused=fused) for fused in (None, False))
-        with fused_anywhere():
+        fused, other = (
+            Lion8bit(mesh.make(SHAPES).parameters(), **OPTIONS, master_weight_bits=24, fused=fused)
+            for fused in (None, False)
+        )
+        with interpreter.fused_on(device().type):
             for step in range(4):
                 for optimizer in (fused, other):
                     meshes.set_gradients(mesh, meshes.parameters(optimizer), step)
@@ -170,17 +163,20 @@ def test_gradients_and_old_state_are_freed(ranks: Ranks) -> None:
 
 @torch.no_grad()  # else to_local gives a tensor of its own each time
 def _freed() -> None:
+    """At once, without the garbage collector."""
     mesh = MESHES["2"]
     optimizer = Lion8bit(mesh.make(SHAPES).parameters(), **OPTIONS)
-    with fused_anywhere():
+    with interpreter.fused_on(device().type):
         meshes.set_gradients(mesh, meshes.parameters(optimizer), 0)
         optimizer.step()
     params = meshes.parameters(optimizer)
     grads = [weakref.ref(p.grad.to_local()) for p in params]
-    optimizer.zero_grad()
-    gc.collect()
-    assert [ref() for ref in grads] == [None] * len(params)
-    state = [weakref.ref(part) for p in params for part in sharding.local_parts(optimizer.state[p]["exp_avg"])]
-    loaded(optimizer)
-    gc.collect()
-    assert [ref() for ref in state] == [None] * len(state)
+    gc.disable()
+    try:
+        optimizer.zero_grad()
+        assert [ref() for ref in grads] == [None] * len(params)
+        state = [weakref.ref(part) for p in params for part in sharding.local_parts(optimizer.state[p]["exp_avg"])]
+        optimizer.state.clear()
+        assert [ref() for ref in state] == [None] * len(state)
+    finally:
+        gc.enable()

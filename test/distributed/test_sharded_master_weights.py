@@ -2,7 +2,6 @@
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import interpreter
 import meshes
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from meshes import ONE, OPTIONS, Bag, Mesh, by_hand, local, make_meshes
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -20,10 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from workers import Ranks
+from workers import Ranks, device
 
 from lowbit_optim import Lion8bit
-from lowbit_optim import optimizer as optimizer_module
 from lowbit_optim.codec import merge_weight
 
 SHAPES = [(15, 512), (65, 96), (3, 5), (7, 3, 3, 3), (33, 130), (500,), (4, 64, 96)]
@@ -73,17 +70,8 @@ def test_the_fused_step_of_shards_does_too(ranks: Ranks) -> None:
 
 
 def _fused() -> None:
-    if not torch.cuda.is_available():
-        interpreter.mend()
-    why_not = optimizer_module._why_not_fused
-
-    def on_any_device(p: Tensor, group: Any) -> str | None:
-        reason = why_not(p, group)
-        return None if reason and "needs CUDA" in reason else reason
-
     for bits in (24, 32):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(optimizer_module, "_why_not_fused", on_any_device)
+        with interpreter.fused_on(device().type):
             _, optimizer = trained(MESHES["2"], bits, steps=2)
             (fused_step,) = optimizer._fused_steps.values()
             assert len(fused_step._grads.addresses) == len(SHAPES)

@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 from workers import Ranks, device
 
 from lowbit_optim import Lion8bit
-from lowbit_optim import optimizer as optimizer_module
 
 BY_HAND = {
     "rows on 2": by_hand((2,), Shard(0)),
@@ -286,15 +285,12 @@ def test_the_fused_step_takes_whole_rows_and_leaves_the_rest(ranks: Ranks) -> No
 
 
 def _partly_fused() -> tuple[list[bool], list[bool]]:
-    if device().type == "cpu":
-        interpreter.mend()
     fused, expected = [], []
     for mesh, takes_shards in ((make_meshes(SHAPES)["2"], True), (by_hand((2,), Shard(-1)), False)):
         plain = nn.Parameter(_ones())
         optimizer = Lion8bit([*mesh.make(SHAPES).parameters(), plain], **OPTIONS)
         *sharded, _ = meshes.parameters(optimizer)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(optimizer_module, "_why_not_fused", _why_not_fused_on_cuda)
+        with interpreter.fused_on(device().type):
             for step in range(3):
                 meshes.set_gradients(mesh, sharded, step)
                 plain.grad = _ones()
@@ -307,11 +303,6 @@ def _partly_fused() -> tuple[list[bool], list[bool]]:
         del optimizer.param_groups[0]["params"][-1]
         meshes.assert_same_bits(mesh, optimizer, meshes.reference(tuple(SHAPES), 3))
     return fused, expected
-
-
-def _why_not_fused_on_cuda(p: Tensor, group: Any, why_not_fused: Any = optimizer_module._why_not_fused) -> str | None:
-    reason = why_not_fused(p, group)
-    return None if reason and "needs CUDA" in reason else reason
 
 
 def test_fused_true_is_refused_where_rows_are_cut(ranks: Ranks) -> None:

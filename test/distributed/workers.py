@@ -96,6 +96,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     backend = "nccl" if 1 < world_size <= torch.cuda.device_count() else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported; conftest.py sets it if there is no GPU
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, world_size),
