@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.fidelity import machine
 from benchmarks.gaps import report, texts
 from benchmarks.gaps.results import Results
 from benchmarks.gaps.training import Run
 from benchmarks.gaps.workers import Worker, execute
 from benchmarks.lm import UsageError
+from benchmarks.lm.machine import machine
 from benchmarks.lm.trainer import Settings
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 from tabulate import tabulate
 
-from benchmarks.fidelity import interval
+from benchmarks.gaps.interval import interval
 
 Record = dict[str, Any]
 

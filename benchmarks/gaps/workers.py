@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gaps.training import Run, train
-from benchmarks.lm import UsageError
-from benchmarks.train_lm import hush
+from benchmarks.lm import UsageError, hush
 
 Outcome = dict[str, Any]  # what `train` returned, or {"error": one line}
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from benchmarks import seeds
 from benchmarks.gaps import report, texts, training
+from benchmarks.gaps.interval import interval
 from benchmarks.gaps.results import Results
 from benchmarks.gaps.training import Run
 from benchmarks.gaps.workers import Worker, execute
@@ -254,6 +255,14 @@ def runs_of(name: str, size: str) -> list[Run]:
 def test_int8_has_lions_run_for_a_reference() -> None:
     assert runs_of("int8", "cuda")[0] == runs_of("lion", "cuda")[1]
     assert len(seeds.all_runs(["lion", "int8"], replace(seeds.SIZES["cuda"], seeds=3))) == 3 * 5
+
+
+def test_interval() -> None:
+    result = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert result["mean"] == 3
+    assert result["standard_error"] == pytest.approx(math.sqrt(2.5 / 5))
+    assert result["high"] == pytest.approx(4.9632, abs=1e-3)
+    assert result["low"] == pytest.approx(1.0368, abs=1e-3)
 
 
 def test_a_table_pairs_seeds() -> None:
