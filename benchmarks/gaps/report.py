@@ -12,8 +12,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from tabulate import tabulate
 
 from benchmarks.gaps.interval import interval
-
-Record = dict[str, Any]
+from benchmarks.gaps.results import Record
 
 
 @dataclass(frozen=True)
