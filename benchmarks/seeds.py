@@ -1,6 +1,6 @@
 """How much does it cost in loss to train with fewer bits?
 
-    python -m benchmarks.seeds [--device cuda] [--studies lion,int8] [--seeds 5] [--jobs 12] [--minutes 9] [--quick]
+    python -m benchmarks.seeds [--device cuda] [--studies lion,int8] [--seeds 5] [--jobs 6] [--minutes 9] [--quick]
     python -m benchmarks.seeds --device cuda --show
 
 The same model is trained with each variant of a study, from the same weights on the same batches, and from several
@@ -123,10 +123,11 @@ class Size:
     compile: bool = False
 
 
+# Several processes share a GPU: a compiled step takes less of it and of the host.
 SIZES = {
     "quick": Size(2, 16, eval_sequences=8, seeds=2, shorten=250, small=True),
     "cpu": Size(8, 64, eval_sequences=256, seeds=3, shorten=5, small=True),
-    "cuda": Size(32, 128, eval_sequences=1024, seeds=5),
+    "cuda": Size(32, 128, eval_sequences=1024, seeds=5, compile=True),
 }
 _EVALUATIONS = 4
 
@@ -275,9 +276,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: all GPUs there are")
     parser.add_argument("--studies", help=f"of {', '.join(STUDIES)}; default: {DEFAULT_STUDIES}, and --show: all")
     parser.add_argument("--seeds", type=int, help="default: by device")
-    parser.add_argument("--jobs", type=int, help="processes; default: a core each on a CPU, 12 a GPU")
+    parser.add_argument("--jobs", type=int, help="processes; default: a core each on a CPU, 6 a GPU")
     parser.add_argument("--minutes", type=float, default=math.inf, help="give up what is running after so many")
-    parser.add_argument("--compile", action="store_true", help="the models; other runs than without")
     parser.add_argument("--results", type=Path, help="default: benchmarks/results/seeds_DEVICE.json")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where --show draws; default: docs/")
     parser.add_argument("--show", action="store_true", help="only tables and plots of what is done")
@@ -298,7 +298,7 @@ def devices(device: str, jobs: int | None) -> list[str]:
     if device == "cpu":
         return ["cpu"] * (jobs or os.cpu_count() or 1)
     gpus = torch.cuda.device_count()
-    return [f"cuda:{i % gpus}" for i in range(jobs or 12 * gpus)]
+    return [f"cuda:{i % gpus}" for i in range(jobs or 6 * gpus)]
 
 
 def installed_studies(names: list[str]) -> list[str]:
@@ -312,7 +312,7 @@ def main() -> None:
     deadline_from = time.time()
     args = arguments()
     size = SIZES["quick" if args.quick else args.device]
-    size = replace(size, seeds=args.seeds or size.seeds, compile=args.compile)
+    size = replace(size, seeds=args.seeds or size.seeds)
     try:
         if args.show:
             show(args.names, size, Results(args.results, {}), args.docs)
