@@ -190,18 +190,20 @@ def comparison(name: str, size: Size, found: Results) -> report.Comparison:
 def train_all(names: list[str], size: Size, path: Path | None, devices: list[str], deadline: float) -> Results:
     """Do every run of the studies that is not in the file yet, as far as the time allows."""
     runs = all_runs(names, size)
-    with tempfile.TemporaryDirectory() as folder, started(devices[: len(runs)]) as workers:
-        needed = {run.text for run in runs} | {run.base.text for run in runs if run.base}
-        found = Results(path, about(devices[0]) | texts.prepare(sorted(needed), Path(folder)))
+    needed = {run.text for run in runs} | {run.base.text for run in runs if run.base}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = Results(path, about(devices[0]) | texts.prepare(sorted(needed), folder))
         left = [run for run in runs if not found.is_done(run)]
-        print(f"{len(left)} of {len(runs)} runs to do, {len(workers)} at a time", flush=True)
-        begun, commit, names_of = time.time(), git_commit(), titles(names, size)
-        for run, outcome in execute(left, workers, Path(folder), deadline, found.expected_seconds):
-            found.add(run, {**outcome, "commit": commit})
-            news = outcome.get("error") or f"{outcome['held_out'][-1][1]:.4f} in {outcome['seconds']:.0f} s"
-            title = names_of.get(run, "to start from")
-            print(f"{time.time() - begun:4.0f} s: {title}, seed {run.settings.seed}: {news}", flush=True)
-        print(f"{sum(not found.is_done(run) for run in runs)} runs left", flush=True)
+        with started(devices[: len(left)]) as workers:
+            print(f"{len(left)} of {len(runs)} runs to do, {len(workers)} at a time", flush=True)
+            begun, commit, names_of = time.time(), git_commit(), titles(names, size)
+            for run, outcome in execute(left, workers, folder, deadline, found.expected_seconds):
+                found.add(run, {**outcome, "commit": commit})
+                news = outcome.get("error") or f"{outcome['held_out'][-1][1]:.4f} in {outcome['seconds']:.0f} s"
+                title = names_of.get(run, "to start from")
+                print(f"{time.time() - begun:4.0f} s: {title}, seed {run.settings.seed}: {news}", flush=True)
+    print(f"{sum(not found.is_done(run) for run in runs)} runs left", flush=True)
     return found
 
 

@@ -102,6 +102,14 @@ def test_what_is_done_is_not_done_again(results: Path) -> None:
     assert {run for run, commit in commits.items() if commit == "first"} == {("lion", 0), ("lion8bit", 0)}
 
 
+def test_there_are_no_more_processes_than_runs_left(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """FlashLion's two, which failed, are done again."""
+    call(monkeypatch, "--jobs", 4, "--seeds", 2, "--results", shutil.copy(results, results.with_name("again.json")))
+    assert "2 of 6 runs to do, 2 at a time\n" in capsys.readouterr().out
+
+
 def test_runs_are_those_of_the_trainer_and_paired(
     results: Path, dataset: ByteDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,8 +191,8 @@ def test_expected_seconds_are_those_of_other_seeds(tmp_path: Path) -> None:
 
 
 def test_a_process_that_crashes_takes_its_run_alone(workers: list[Worker], folder: Path) -> None:
-    (process,) = workers[0]._pool._processes.values()
     future = workers[0].submit(run(steps=10**7), folder, CPU, math.inf, False)
+    (process,) = workers[0]._pool._processes.values()
     os.kill(process.pid, signal.SIGKILL)
     assert workers[0].outcome(future) == {"error": "its process crashed"}
     ((_, outcome),) = execute([run()], workers[:1], folder)
@@ -192,6 +200,7 @@ def test_a_process_that_crashes_takes_its_run_alone(workers: list[Worker], folde
 
 
 def test_a_process_that_crashed_idle_is_replaced(workers: list[Worker], folder: Path) -> None:
+    list(execute([run()], workers[1:], folder))
     (process,) = workers[1]._pool._processes.values()
     os.kill(process.pid, signal.SIGKILL)
     while not workers[1]._pool._broken:
