@@ -291,8 +291,15 @@ def arguments() -> argparse.Namespace:
     if unknown := set(args.names) - set(STUDIES):
         parser.error(f"--studies: there is no {', '.join(sorted(unknown))}; choose from {', '.join(STUDIES)}")
     if not args.quick:
-        args.results = args.results or ROOT / "benchmarks" / "results" / f"seeds_{args.device}.json"
+        args.results = args.results or results_path(args.device)
+    if args.show and not (args.results and args.results.exists()):
+        found = f"there is no {args.results}" if args.results else "a quick run saves nothing by default"
+        parser.error(f"--show: {found}; run without --show first, or give the --results of such a run")
     return args
+
+
+def results_path(device: str) -> Path:
+    return ROOT / "benchmarks" / "results" / f"seeds_{device}.json"
 
 
 def devices(device: str, jobs: int | None) -> list[str]:
@@ -311,7 +318,6 @@ def installed_studies(names: list[str]) -> list[str]:
 
 
 def main() -> None:
-    deadline_from = time.time()
     args = arguments()
     size = SIZES["quick" if args.quick else args.device]
     size = replace(size, seeds=args.seeds or size.seeds)
@@ -319,7 +325,7 @@ def main() -> None:
         if args.show:
             show(args.names, size, Results(args.results, {}), args.docs)
         else:
-            deadline = deadline_from + 60 * args.minutes
+            deadline = time.time() + 60 * args.minutes
             names = installed_studies(args.names)
             found = train_all(names, size, args.results, devices(args.device, args.jobs), deadline)
             show(names, size, found, docs=None)
