@@ -248,11 +248,13 @@ def show(names: list[str], size: Size, found: Results, docs: Path | None) -> Non
     """Print what is known of each study; draw it to `docs` and put it into the page there."""
     for name in names:
         known = comparison(name, size, found)
-        if not known.complete and not known.failures:
+        is_comparison = len(known.complete) > 1
+        if not is_comparison and not known.failures:
+            print(f"\n{name}: nothing to compare yet")
             continue
         content = f"{caption(known, found.about)}\n\n{report.table(known)}"
         print(f"\n{name}: {content}")
-        if docs and known.complete:
+        if docs and is_comparison:
             picture = docs / f"results_{name}.png"
             report.plot(known, picture)
             report.fill_in(docs / "results.md", name, f"{content}\n\n![{name}: gaps and losses]({picture.name})")

@@ -154,6 +154,18 @@ def test_show_draws_and_fills_in_the_page(results: Path, tmp_path: Path, monkeyp
     assert len(picture) < 150_000
 
 
+def test_a_reference_alone_is_no_comparison(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    found = json.loads(results.read_text())
+    alone = [record for record in found["runs"] if record["settings"]["optimizer"] == "lion"]
+    path = tmp_path / "seeds.json"
+    path.write_text(json.dumps({**found, "runs": alone}))
+    call(monkeypatch, "--show", "--results", path, "--docs", tmp_path)
+    assert capsys.readouterr().out == "\nlion: nothing to compare yet\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_show_needs_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     for given, reason in [
         (["--results", tmp_path / "none.json"], f"there is no {tmp_path / 'none.json'}"),
