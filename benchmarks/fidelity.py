@@ -14,17 +14,11 @@ Only tensors that the optimizer would quantise count and are coded: at least two
 """
 
 import argparse
-import ast
 import json
-import math
-import os
 import platform
 import random
-import re
 import statistics
 import sysconfig
-import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,7 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from benchmarks import peer_codecs as peers
-from benchmarks.lm.data import ByteDataset, load_text
+from benchmarks.gaps.interval import interval
+from benchmarks.lm.data import ByteDataset, docstrings, load_text, number_words
+from benchmarks.lm.machine import machine
 from benchmarks.lm.model import GPT, ModelConfig
 from benchmarks.peer_codecs import Codec
 
@@ -130,13 +126,6 @@ def word_tokens(vocab: int) -> Tensor:
     return number_words("\n".join(documents), vocab)
 
 
-def number_words(text: str, vocab: int) -> Tensor:
-    """Its words as numbers by falling frequency, int64, 1-D; rarer words than the last are number 0."""
-    words = re.findall(r"\w+|[^\w\s]", text.lower())
-    number = {word: i for i, (word, _) in enumerate(Counter(words).most_common(vocab - 1), start=1)}
-    return torch.tensor([number.get(word, 0) for word in words])
-
-
 def _documents() -> list[str]:
     """The standard library's docstrings and the manual that `help()` shows."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -148,16 +137,6 @@ def _documents() -> list[str]:
     except ImportError:  # some distributions package it apart
         return documents
     return documents + [topics[name] for name in sorted(topics)]
-
-
-def docstrings(path: Path) -> Iterator[str]:
-    """Of a Python file: the module's, its classes' and functions'; empty where there is none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what the library's own source does
-        tree = ast.parse(path.read_bytes())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
 
 
 class FlatModel:
@@ -268,21 +247,6 @@ def held_out_losses(task: Task, size: Size, model: FlatModel, weights: Tensor) -
     return (total / size.held_out).tolist()
 
 
-# 97.5 % points of Student's t with 1, 2, 3 ... degrees of freedom
-_T = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-
-
-def interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean, standard error and 95 % interval of the mean of independent values."""
-    mean, error = statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
-    reach = _T[min(len(values) - 1, len(_T)) - 1] * error
-    return {"mean": mean, "standard_error": error, "low": mean - reach, "high": mean + reach}
-
-
 # --- Report ---------------------------------------------------------------------------------------------------------
 
 
@@ -347,10 +311,6 @@ def print_checks(checks: Sequence[Check]) -> None:
     for check in checks:
         verdict = "pass" if check.passed else "FAIL"
         print(f"{check.task:8}{check.what:45}{check.value:8.4f}  at most {check.limit:<6g}{verdict}")
-
-
-def machine(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()}-core CPU"
 
 
 def arguments() -> argparse.Namespace:

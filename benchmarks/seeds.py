@@ -1,6 +1,6 @@
 """How much does it cost in loss to train with fewer bits?
 
-    python -m benchmarks.seeds [--device cuda] [--studies lion,int8] [--seeds 5] [--jobs 12] [--minutes 9] [--quick]
+    python -m benchmarks.seeds [--device cuda] [--studies lion,int8] [--seeds 5] [--jobs 6] [--minutes 9] [--quick]
     python -m benchmarks.seeds --device cuda --show
 
 The same model is trained with each variant of a study, from the same weights on the same batches, and from several
@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.fidelity import machine
 from benchmarks.gaps import report, texts
 from benchmarks.gaps.results import Results
 from benchmarks.gaps.training import Run
 from benchmarks.gaps.workers import Worker, execute
 from benchmarks.lm import UsageError
+from benchmarks.lm.machine import machine
 from benchmarks.lm.trainer import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -123,10 +123,11 @@ class Size:
     compile: bool = False
 
 
+# Several processes share a GPU: a compiled step takes less of it and of the host.
 SIZES = {
     "quick": Size(2, 16, eval_sequences=8, seeds=2, shorten=250, small=True),
     "cpu": Size(8, 64, eval_sequences=256, seeds=3, shorten=5, small=True),
-    "cuda": Size(32, 128, eval_sequences=1024, seeds=5),
+    "cuda": Size(32, 128, eval_sequences=1024, seeds=5, compile=True),
 }
 _EVALUATIONS = 4
 
@@ -189,18 +190,20 @@ def comparison(name: str, size: Size, found: Results) -> report.Comparison:
 def train_all(names: list[str], size: Size, path: Path | None, devices: list[str], deadline: float) -> Results:
     """Do every run of the studies that is not in the file yet, as far as the time allows."""
     runs = all_runs(names, size)
-    with tempfile.TemporaryDirectory() as folder, started(devices[: len(runs)]) as workers:
-        needed = {run.text for run in runs} | {run.base.text for run in runs if run.base}
-        found = Results(path, about(devices[0]) | texts.prepare(sorted(needed), Path(folder)))
+    needed = {run.text for run in runs} | {run.base.text for run in runs if run.base}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = Results(path, about(devices[0]) | texts.prepare(sorted(needed), folder))
         left = [run for run in runs if not found.is_done(run)]
-        print(f"{len(left)} of {len(runs)} runs to do, {len(workers)} at a time", flush=True)
-        begun, commit, names_of = time.time(), git_commit(), titles(names, size)
-        for run, outcome in execute(left, workers, Path(folder), deadline, found.expected_seconds):
-            found.add(run, {**outcome, "commit": commit})
-            news = outcome.get("error") or f"{outcome['held_out'][-1][1]:.4f} in {outcome['seconds']:.0f} s"
-            title = names_of.get(run, "to start from")
-            print(f"{time.time() - begun:4.0f} s: {title}, seed {run.settings.seed}: {news}", flush=True)
-        print(f"{sum(not found.is_done(run) for run in runs)} runs left", flush=True)
+        with started(devices[: len(left)]) as workers:
+            print(f"{len(left)} of {len(runs)} runs to do, {len(workers)} at a time", flush=True)
+            begun, commit, names_of = time.time(), git_commit(), titles(names, size)
+            for run, outcome in execute(left, workers, folder, deadline, found.expected_seconds):
+                found.add(run, {**outcome, "commit": commit})
+                news = outcome.get("error") or f"{outcome['held_out'][-1][1]:.4f} in {outcome['seconds']:.0f} s"
+                title = names_of.get(run, "to start from")
+                print(f"{time.time() - begun:4.0f} s: {title}, seed {run.settings.seed}: {news}", flush=True)
+    print(f"{sum(not found.is_done(run) for run in runs)} runs left", flush=True)
     return found
 
 
@@ -245,11 +248,13 @@ def show(names: list[str], size: Size, found: Results, docs: Path | None) -> Non
     """Print what is known of each study; draw it to `docs` and put it into the page there."""
     for name in names:
         known = comparison(name, size, found)
-        if not known.complete and not known.failures:
+        is_comparison = len(known.complete) > 1
+        if not is_comparison and not known.failures:
+            print(f"\n{name}: nothing to compare yet")
             continue
         content = f"{caption(known, found.about)}\n\n{report.table(known)}"
         print(f"\n{name}: {content}")
-        if docs and known.complete:
+        if docs and is_comparison:
             picture = docs / f"results_{name}.png"
             report.plot(known, picture)
             report.fill_in(docs / "results.md", name, f"{content}\n\n![{name}: gaps and losses]({picture.name})")
@@ -275,9 +280,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: all GPUs there are")
     parser.add_argument("--studies", help=f"of {', '.join(STUDIES)}; default: {DEFAULT_STUDIES}, and --show: all")
     parser.add_argument("--seeds", type=int, help="default: by device")
-    parser.add_argument("--jobs", type=int, help="processes; default: a core each on a CPU, 12 a GPU")
+    parser.add_argument("--jobs", type=int, help="processes; default: a core each on a CPU, 6 a GPU")
     parser.add_argument("--minutes", type=float, default=math.inf, help="give up what is running after so many")
-    parser.add_argument("--compile", action="store_true", help="the models; other runs than without")
     parser.add_argument("--results", type=Path, help="default: benchmarks/results/seeds_DEVICE.json")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where --show draws; default: docs/")
     parser.add_argument("--show", action="store_true", help="only tables and plots of what is done")
@@ -289,8 +293,15 @@ def arguments() -> argparse.Namespace:
     if unknown := set(args.names) - set(STUDIES):
         parser.error(f"--studies: there is no {', '.join(sorted(unknown))}; choose from {', '.join(STUDIES)}")
     if not args.quick:
-        args.results = args.results or ROOT / "benchmarks" / "results" / f"seeds_{args.device}.json"
+        args.results = args.results or results_path(args.device)
+    if args.show and not (args.results and args.results.exists()):
+        found = f"there is no {args.results}" if args.results else "a quick run saves nothing by default"
+        parser.error(f"--show: {found}; run without --show first, or give the --results of such a run")
     return args
+
+
+def results_path(device: str) -> Path:
+    return ROOT / "benchmarks" / "results" / f"seeds_{device}.json"
 
 
 def devices(device: str, jobs: int | None) -> list[str]:
@@ -298,7 +309,7 @@ def devices(device: str, jobs: int | None) -> list[str]:
     if device == "cpu":
         return ["cpu"] * (jobs or os.cpu_count() or 1)
     gpus = torch.cuda.device_count()
-    return [f"cuda:{i % gpus}" for i in range(jobs or 12 * gpus)]
+    return [f"cuda:{i % gpus}" for i in range(jobs or 6 * gpus)]
 
 
 def installed_studies(names: list[str]) -> list[str]:
@@ -309,15 +320,14 @@ def installed_studies(names: list[str]) -> list[str]:
 
 
 def main() -> None:
-    deadline_from = time.time()
     args = arguments()
     size = SIZES["quick" if args.quick else args.device]
-    size = replace(size, seeds=args.seeds or size.seeds, compile=args.compile)
+    size = replace(size, seeds=args.seeds or size.seeds)
     try:
         if args.show:
             show(args.names, size, Results(args.results, {}), args.docs)
         else:
-            deadline = deadline_from + 60 * args.minutes
+            deadline = time.time() + 60 * args.minutes
             names = installed_studies(args.names)
             found = train_all(names, size, args.results, devices(args.device, args.jobs), deadline)
             show(names, size, found, docs=None)

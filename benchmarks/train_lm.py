@@ -9,11 +9,9 @@ torchrun --nproc-per-node=2 benchmarks/train_lm.py --parallel fsdp --model 124m
 
 import argparse
 import gc
-import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from benchmarks.lm import UsageError, data, loop, optimizers, report
+from benchmarks.lm import UsageError, data, hush, loop, optimizers, report
 from benchmarks.lm.model import CONFIGS
 from benchmarks.lm.parallel import KINDS, Alone, Parallel
 from benchmarks.lm.trainer import DTYPES, SCHEDULES, Settings, Trainer, load_checkpoint
@@ -47,13 +45,6 @@ def main(argv: list[str] | None = None) -> int:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     print(f"train_lm: error: {message}", file=sys.stderr)
     return 2
-
-
-def hush() -> None:
-    """Leave out what libraries say about themselves, so that an error's one line stands alone."""
-    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # GradScaler skipped a step
-    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 # --- Command line ----------------------------------------------------------------------------------------------------

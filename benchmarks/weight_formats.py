@@ -17,7 +17,6 @@ import contextlib
 import copy
 import json
 import math
-import os
 import platform
 import statistics
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.lm.data import ByteDataset, load_text
+from benchmarks.lm.machine import machine
 from benchmarks.lm.optimizers import bytes_per_parameter
 from benchmarks.lm.trainer import Settings, Trainer
 from lowbit_optim import Lion8bit
@@ -233,7 +233,7 @@ def main() -> None:
 
 def save(figures: dict[str, dict[str, Any]], size: Size, device: str) -> None:
     report = {
-        "machine": torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()}-core CPU",
+        "machine": machine(device),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "size": asdict(size),

@@ -11,9 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 from tabulate import tabulate
 
-from benchmarks.fidelity import interval
-
-Record = dict[str, Any]
+from benchmarks.gaps.interval import interval
+from benchmarks.gaps.results import Record
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.gaps.training import Run
 from benchmarks.lm import UsageError
 
-Record = dict[str, Any]
+Record = dict[str, Any]  # of a run: its key's parts, and what came of it
 
 
 class Results:
@@ -24,7 +24,7 @@ class Results:
 
     def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
         self._path = path
-        saved = read(path) if path and path.exists() else {"runs": []}
+        saved = json.loads(path.read_text()) if path and path.exists() else {"runs": []}
         for name, value in about.items():
             if saved.get(name, value) != value:
                 raise UsageError(
@@ -64,10 +64,6 @@ class Results:
         partial = path.with_name(path.name + ".partial")
         partial.write_text(f"{head}\n{lines}\n]}}\n")
         os.replace(partial, path)
-
-
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
 
 
 def _key(record: Record) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.fidelity import docstrings, number_words
-from benchmarks.lm.data import ByteDataset, load_text
+from benchmarks.lm.data import ByteDataset, docstrings, load_text, number_words
 from benchmarks.lm.model import CONFIGS
 
 _DOCUMENTED = ("nn", "optim", "distributions", "distributed")

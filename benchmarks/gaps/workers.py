@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gaps.training import Run, train
-from benchmarks.lm import UsageError
-from benchmarks.train_lm import hush
+from benchmarks.lm import UsageError, hush
 
 Outcome = dict[str, Any]  # what `train` returned, or {"error": one line}
 
@@ -30,7 +29,6 @@ class Worker:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
         self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_set_up, initargs=(self.device,))
-        self._pool.submit(_nothing)  # so that it imports torch while the texts are prepared
 
     def submit(self, *args: Any) -> Future[Outcome | None]:
         try:
@@ -114,10 +112,6 @@ def _end_with_parent() -> None:
     """However that ends: a worker without one would go on using the device."""
     multiprocessing.parent_process().join()
     os._exit(1)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _train(run: Run, folder: Path, device: torch.device, *args: Any) -> Outcome | None:

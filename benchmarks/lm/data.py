@@ -1,8 +1,12 @@
-"""Text as bytes: a corpus that every Python has, and random windows of it."""
+"""Text as bytes, or words: a corpus that every Python has, and random windows of it."""
 
+import ast
 import hashlib
+import re
 import sysconfig
-from collections.abc import Iterable
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,6 +39,23 @@ def _standard_library() -> list[Path]:
     # Ordered by hash, so that the end of the text, which is held out, is a fair sample of it.
     kept.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
     return [root / path for path in kept]
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """Of a Python file: the module's, its classes' and functions'; empty where there is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what the library's own source does
+        tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def number_words(text: str, vocab: int) -> Tensor:
+    """Its words as numbers by falling frequency, int64, 1-D; rarer words than the last are number 0."""
+    words = re.findall(r"\w+|[^\w\s]", text.lower())
+    number = {word: i for i, (word, _) in enumerate(Counter(words).most_common(vocab - 1), start=1)}
+    return torch.tensor([number.get(word, 0) for word in words])
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ class Trainer:
         options = settings.optimizer_options | ({"offload_state": True} if offload_state else {})
         self.optimizer = optimizers.build(settings.optimizer, self.model, settings.lr, settings.weight_decay, options)
         if gradient_release:
-            import lowbit_optim  # torchao speaks when it is imported, and `train_lm.hush` comes after these modules
+            import lowbit_optim  # torchao speaks when it is imported, and `hush` comes after these modules
 
             lowbit_optim.gradient_release(self.model, self.optimizer)
         self.scheduler = LambdaLR(

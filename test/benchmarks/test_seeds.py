@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,6 +18,7 @@ from torch import nn
 
 from benchmarks import seeds
 from benchmarks.gaps import report, texts, training
+from benchmarks.gaps.interval import interval
 from benchmarks.gaps.results import Results
 from benchmarks.gaps.training import Run
 from benchmarks.gaps.workers import Worker, execute
@@ -101,6 +103,14 @@ def test_what_is_done_is_not_done_again(results: Path) -> None:
     assert {run for run, commit in commits.items() if commit == "first"} == {("lion", 0), ("lion8bit", 0)}
 
 
+def test_there_are_no_more_processes_than_runs_left(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """FlashLion's two, which failed, are done again."""
+    call(monkeypatch, "--jobs", 4, "--seeds", 2, "--results", shutil.copy(results, results.with_name("again.json")))
+    assert "2 of 6 runs to do, 2 at a time\n" in capsys.readouterr().out
+
+
 def test_runs_are_those_of_the_trainer_and_paired(
     results: Path, dataset: ByteDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +154,28 @@ def test_show_draws_and_fills_in_the_page(results: Path, tmp_path: Path, monkeyp
     assert len(picture) < 150_000
 
 
+def test_a_reference_alone_is_no_comparison(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    found = json.loads(results.read_text())
+    alone = [record for record in found["runs"] if record["settings"]["optimizer"] == "lion"]
+    path = tmp_path / "seeds.json"
+    path.write_text(json.dumps({**found, "runs": alone}))
+    call(monkeypatch, "--show", "--results", path, "--docs", tmp_path)
+    assert capsys.readouterr().out == "\nlion: nothing to compare yet\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_show_needs_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    for given, reason in [
+        (["--results", tmp_path / "none.json"], f"there is no {tmp_path / 'none.json'}"),
+        ([], "a quick run saves nothing by default"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            call(monkeypatch, "--show", *given)
+        assert f"error: --show: {reason}; run without --show first, or give the --results" in capsys.readouterr().err
+
+
 def test_losses_of_elsewhere_are_not_mixed_in(results: Path) -> None:
     Results(results, {"machine": json.loads(results.read_text())["machine"]})
     with pytest.raises(UsageError, match=r"has runs with torch .*, here it is 1.0: .* give another --results"):
@@ -182,8 +214,8 @@ def test_expected_seconds_are_those_of_other_seeds(tmp_path: Path) -> None:
 
 
 def test_a_process_that_crashes_takes_its_run_alone(workers: list[Worker], folder: Path) -> None:
-    (process,) = workers[0]._pool._processes.values()
     future = workers[0].submit(run(steps=10**7), folder, CPU, math.inf, False)
+    (process,) = workers[0]._pool._processes.values()
     os.kill(process.pid, signal.SIGKILL)
     assert workers[0].outcome(future) == {"error": "its process crashed"}
     ((_, outcome),) = execute([run()], workers[:1], folder)
@@ -191,6 +223,7 @@ def test_a_process_that_crashes_takes_its_run_alone(workers: list[Worker], folde
 
 
 def test_a_process_that_crashed_idle_is_replaced(workers: list[Worker], folder: Path) -> None:
+    list(execute([run()], workers[1:], folder))
     (process,) = workers[1]._pool._processes.values()
     os.kill(process.pid, signal.SIGKILL)
     while not workers[1]._pool._broken:
@@ -256,6 +289,14 @@ def test_int8_has_lions_run_for_a_reference() -> None:
     assert len(seeds.all_runs(["lion", "int8"], replace(seeds.SIZES["cuda"], seeds=3))) == 3 * 5
 
 
+def test_interval() -> None:
+    result = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert result["mean"] == 3
+    assert result["standard_error"] == pytest.approx(math.sqrt(2.5 / 5))
+    assert result["high"] == pytest.approx(4.9632, abs=1e-3)
+    assert result["low"] == pytest.approx(1.0368, abs=1e-3)
+
+
 def test_a_table_pairs_seeds() -> None:
     def record(loss: float) -> dict:
         return {"held_out": [[1, 9.0], [2, loss]], "train_every": 1, "train": [9.5, loss]}
@@ -282,13 +323,12 @@ def test_a_table_pairs_seeds() -> None:
     assert lines[6:] == ["", "half, seed 2: no memory", "", "failed, seed 0, 1: no package"]
 
 
-def test_the_page_has_a_place_for_each_study_and_says_what_the_results_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_says_what_the_results_do(tmp_path: Path) -> None:
+    """Nothing, for a study that has none."""
     page = (seeds.ROOT / "docs" / "results.md").read_text()
     for name in seeds.STUDIES:
         assert page.count(f"<!-- {name} -->\n") == page.count(f"<!-- end of {name} -->\n") == 1
-    shutil.copy(seeds.ROOT / "docs" / "results.md", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["seeds", "--device", "cuda", "--show", "--docs", str(tmp_path)])
-    seeds.main()
+    empty = re.sub(r"(<!-- (\w+) -->\n).*?(?=<!-- end of \2 -->)", r"\1", page, flags=re.DOTALL)
+    (tmp_path / "results.md").write_text(empty)
+    seeds.show(list(seeds.STUDIES), seeds.SIZES["cuda"], Results(seeds.results_path("cuda"), {}), tmp_path)
     assert (tmp_path / "results.md").read_text() == page
