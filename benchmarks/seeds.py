@@ -283,7 +283,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, help="processes; default: a core each on a CPU, 6 a GPU")
     parser.add_argument("--minutes", type=float, default=math.inf, help="give up what is running after so many")
     parser.add_argument("--results", type=Path, help="default: benchmarks/results/seeds_DEVICE.json")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where --show draws; default: docs/")
+    parser.add_argument("--docs", type=Path, help="where --show draws; default: docs/ for a GPU's results")
     parser.add_argument("--show", action="store_true", help="only tables and plots of what is done")
     parser.add_argument("--quick", action="store_true", help="to see that all works; saves nothing by default")
     args = parser.parse_args()
@@ -292,6 +292,8 @@ def arguments() -> argparse.Namespace:
     args.names = (args.studies or (",".join(STUDIES) if args.show else DEFAULT_STUDIES)).split(",")
     if unknown := set(args.names) - set(STUDIES):
         parser.error(f"--studies: there is no {', '.join(sorted(unknown))}; choose from {', '.join(STUDIES)}")
+    if args.device == "cuda":
+        args.docs = args.docs or ROOT / "docs"
     if not args.quick:
         args.results = args.results or results_path(args.device)
     if args.show and not (args.results and args.results.exists()):
