@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowbit_optim import Lion8bit
-from lowbit_optim.fused import FusedLion
+from lowbit_optim.fused import FusedLion, launch
 
 
 def test_a_gradient_that_moves_by_less_than_a_load_is_planned_anew(
@@ -43,3 +43,37 @@ def test_a_gradient_with_torchs_negative_bit(fused_device: str) -> None:
         assert p.grad.is_neg()
         optimizer.step()
         assert p.item() == expected
+
+
+def test_a_table_is_kept_while_gradients_stay_and_never_a_graphs(
+    fused_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured graph fills its table when it is replayed, and goes on reading it."""
+    tables: list[torch.Tensor] = []
+
+    def noted(kernel: Any, grid: Any, key: Any, table: torch.Tensor, *args: Any, **options: Any) -> None:
+        tables.append(table)
+
+    monkeypatch.setattr(launch, "launch", noted)
+    p = nn.Parameter(torch.randn(64, 64, device=fused_device))
+    optimizer = Lion8bit([p])
+    first, second = torch.randn(2, 64, 64, device=fused_device)
+    for grad, capturing in [
+        (first, False),
+        (first, False),
+        (first, True),
+        (first, True),
+        (first, False),
+        (second, False),
+    ]:
+        monkeypatch.setattr(launch, "is_capturing", lambda capturing=capturing: capturing)
+        p.grad = grad
+        optimizer.step()
+    kept, again, captured, captured_again, after, moved = tables
+    assert kept is again is after
+    assert len({id(table) for table in (kept, captured, captured_again, moved)}) == 4
+    assert [table[0].item() for table in (kept, captured, moved)] == [
+        first.data_ptr(),
+        first.data_ptr(),
+        second.data_ptr(),
+    ]
