@@ -255,6 +255,7 @@ def show(names: list[str], size: Size, found: Results, docs: Path | None) -> Non
         content = f"{caption(known, found.about)}\n\n{report.table(known)}"
         print(f"\n{name}: {content}")
         if docs and is_comparison:
+            docs.mkdir(parents=True, exist_ok=True)
             picture = docs / f"results_{name}.png"
             report.plot(known, picture)
             report.fill_in(docs / "results.md", name, f"{content}\n\n![{name}: gaps and losses]({picture.name})")

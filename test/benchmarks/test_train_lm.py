@@ -60,6 +60,14 @@ def main(text: Path, out: Path, *options: str) -> int:
     return train_lm.main([*QUICK, "--data", str(text), "--out", str(out), *options])
 
 
+def resuming(checkpoint: Path) -> list[str]:
+    return ["--device", "cpu", "--resume", str(checkpoint), "--checkpoint-every", "6"]
+
+
+def resume(checkpoint: Path) -> int:
+    return train_lm.main(resuming(checkpoint))
+
+
 def command(*options: str, largest_file: int | None = None, as_module: bool = False) -> subprocess.CompletedProcess:
     """The script in a process of its own, which may be forbidden to write files above a size, as a full disk would."""
 
@@ -458,7 +466,7 @@ def test_resuming_equals_not_stopping(optimizer: str, dtype: str, text: Path, tm
     assert main(text, whole, *options, "--checkpoint-every", "6") == 0
     assert main(text, parts, *options, "--stop-at", "3") == 0
     torch.manual_seed(99)
-    assert train_lm.main(["--resume", str(parts / f"{optimizer}.pt"), "--checkpoint-every", "6"]) == 0
+    assert resume(parts / f"{optimizer}.pt") == 0
     ends = [load_checkpoint(folder / f"{optimizer}.pt") for folder in (whole, parts)]
     assert ends[0]["step"] == 6
     assert_same(*ends)
@@ -472,7 +480,7 @@ def test_resuming_a_changed_model_equals_not_stopping(options: str, text: Path, 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(text, whole, *options.split(), "--checkpoint-every", "6") == 0
     assert main(text, parts, *options.split(), "--stop-at", "3") == 0
-    assert train_lm.main(["--resume", str(parts / "lion8bit.pt"), "--checkpoint-every", "6"]) == 0
+    assert resume(parts / "lion8bit.pt") == 0
     assert_same(*(report.read(folder / "lion8bit.jsonl").rows for folder in (whole, parts)))
 
 
@@ -481,7 +489,7 @@ def test_resuming_in_a_new_process_equals_not_stopping(text: Path, tmp_path: Pat
     common = [*QUICK, "--data", str(text), "--dtype", "bf16", "--checkpoint-every", "6"]
     for how in ([*common, "--out", str(whole)], [*common, "--out", str(parts), "--stop-at", "3"]):
         assert command(*how).returncode == 0
-    resumed = command("--resume", str(parts / "lion8bit.pt"), "--checkpoint-every", "6", as_module=True)
+    resumed = command(*resuming(parts / "lion8bit.pt"), as_module=True)
     assert resumed.returncode == 0, resumed.stderr
     assert_same(*(load_checkpoint(folder / "lion8bit.pt") for folder in (whole, parts)))
 

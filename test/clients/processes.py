@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,7 @@ import torch.multiprocessing as mp
 import torchvision_names  # noqa: F401  # in each process too
 
 RANKS = 2
-# Imported once, in a process that ranks are forked from: it takes seconds, and none of it starts a thread. Some of it
-# asks how many GPUs there are, after which a forked process can use none.
+# Imported once, in a process that ranks are forked from: it takes seconds, and none of it starts a thread.
 _PRELOADED = ["torchvision_names", "lowbit_optim", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
 
 
@@ -22,8 +22,10 @@ def run(function: Callable[[Path], None], folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    multiprocessing.get_context("forkserver").set_forkserver_preload([] if torch.cuda.device_count() else _PRELOADED)
-    mp.start_processes(_run_rank, args=(function, port, folder), nprocs=RANKS, start_method="forkserver")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # these are tests of CPUs, on any machine
+        mp.start_processes(_run_rank, args=(function, port, folder), nprocs=RANKS, start_method=method)
 
 
 def _run_rank(rank: int, function: Callable[[Path], None], port: int, folder: Path) -> None:

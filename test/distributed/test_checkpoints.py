@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_map_only
-from workers import Ranks
+from workers import Ranks, device
 
 from lowbit_optim import Lion, Lion8bit
 from lowbit_optim.checkpoint import float_state_dict
@@ -117,6 +117,8 @@ def _every_option(name: str) -> None:
     for (full, cpu_offload, broadcast, flatten), strict in itertools.product(OPTIONS_THAT_WORK, [True, False]):
         if name == "fsdp x tp" and full and not broadcast:
             continue  # torch cannot gather such a tensor if it is cut unevenly, AdamW's or a model's own neither
+        if name == "cut blocks" and broadcast and device().type == "cuda":
+            continue  # torch broadcasts parts along a last dimension as they lie, which NCCL refuses, a model's too
         options = StateDictOptions(
             full_state_dict=full,
             cpu_offload=cpu_offload,

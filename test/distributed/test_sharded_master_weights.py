@@ -85,7 +85,8 @@ def test_replicas_of_ddp_stay_those_of_one_process(ranks: Ranks) -> None:
 def _ddp() -> None:
     def model() -> torch.nn.Module:
         torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 8)).bfloat16()
+        layers = torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 8)
+        return torch.nn.Sequential(*layers).to(device(), torch.bfloat16)
 
     for bits in (24, 32):
         replicas, alone = DistributedDataParallel(model()), model()
@@ -94,7 +95,7 @@ def _ddp() -> None:
             for each in (replicas, alone)
         ]
         for step in range(4):
-            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(device(), torch.bfloat16)
             for each, optimizer in zip((replicas, alone), optimizers, strict=True):
                 optimizer.zero_grad()
                 each(x).square().sum().backward()  # the same on each rank, so their mean is it, too

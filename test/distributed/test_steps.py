@@ -216,8 +216,11 @@ def _built_before() -> nn.Module:
 
 
 def _stepped_in_backward() -> nn.Module:
-    """Report 45: an optimizer a parameter, stepped by hooks. Noise counts parameters, so each is told its number."""
-    model = _sharded(offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()))
+    """Report 45: an optimizer a parameter, stepped by hooks. Noise counts parameters, so each is told its number.
+
+    Before torch 2.13, FSDP calls the hooks while a gradient is still on its way to pinned memory.
+    """
+    model = _sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
     dummies = [nn.Parameter(torch.zeros(1), requires_grad=False) for _ in model.parameters()]
     for index, p in enumerate(model.parameters()):
         optimizer = Lion8bit([*dummies[:index], p], **_options())
