@@ -52,10 +52,10 @@ class Results:
         return sorted({record["settings"]["seed"] for record in self._records.values()})
 
     def expected_seconds(self, run: Run) -> float:
-        """The most that the same run has taken with any seed, 0 if there is none."""
+        """The least that the same run has taken with any seed, 0 if there is none: how busy the machine is differs."""
         variant = _variant(json.loads(run.key()))
         same = [record for record in self._records.values() if _variant(record) == variant]
-        return max((record["seconds"] for record in same if "seconds" in record), default=0.0)
+        return min((record["seconds"] for record in same if "seconds" in record), default=0.0)
 
     def _write(self, path: Path) -> None:
         """One run a line, and as a whole or not at all."""

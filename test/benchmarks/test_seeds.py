@@ -209,7 +209,7 @@ def test_expected_seconds_are_those_of_other_seeds(tmp_path: Path) -> None:
         results.add(run(seed=seed), {"held_out": [[1, 1.0]], "seconds": seconds})
     results.add(run(steps=3), {"held_out": [[1, 1.0]], "seconds": 9.0})
     for each in (results, Results(tmp_path / "seeds.json", {})):
-        assert each.expected_seconds(run(seed=2)) == 5
+        assert each.expected_seconds(run(seed=2)) == 3
         assert each.expected_seconds(run(optimizer="lion")) == 0
 
 
