@@ -120,15 +120,16 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
 
 
 def _summary(trainer: Trainer) -> dict[str, Any]:
-    """The figures of the final table; times are medians, so that the first steps' compilation does not count."""
+    """The figures of the final table. Times are medians, without the first span, in which everything is compiled."""
     rows = trainer.history
+    later = [row for row in rows if row["step_ms"] != rows[0]["step_ms"]] or rows
     summary = {
         "train_loss": statistics.fmean(row["loss"] for row in rows[-20:]),
         "held_out_loss": rows[-1]["held_out_loss"],
         "optimizer_bytes_per_parameter": optimizers.bytes_per_parameter(trainer.optimizer),
         "optimizer_step_ms": statistics.median(trainer.clock.milliseconds()),
-        "train_step_ms": statistics.median(row["step_ms"] for row in rows),
-        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
+        "train_step_ms": statistics.median(row["step_ms"] for row in later),
+        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in later),
     }
     if trainer.device.type == "cuda":
         summary["peak_gpu_gib"] = torch.cuda.max_memory_allocated(trainer.device) / 2**30
