@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from .config import Int8MixedPrecisionConfig
@@ -47,10 +47,10 @@ class _Int8Linear(torch.autograd.Function):
     ) -> Tensor:
         """``x`` is ``(tokens, in)``; ``dtype`` the output's; ``records`` is false under ``no_grad``."""
         needs_x_grad, needs_weight_grad = ctx.needs_input_grad[:2]
-        int8_weight_grad = needs_weight_grad and config.grad_weight and records
-        x_rows, x_columns = quantize(x, by_rows=config.output, by_columns=int8_weight_grad)
+        keeps_x = needs_weight_grad and records
+        x_rows, x_columns = quantize(x, by_rows=config.output, by_columns=keeps_x and config.grad_weight)
 
-        kept_x = x_columns or ((x.to(dtype), None) if needs_weight_grad else (None, None))
+        kept_x = x_columns or ((x.to(dtype), None) if keeps_x else (None, None))
         ctx.save_for_backward(*kept_x, weight if needs_x_grad else None)
         ctx.config = config
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
@@ -90,7 +90,19 @@ class _Int8Linear(torch.autograd.Function):
 
 def _plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight as an ordinary tensor: storage formats such as NF4 decode on conversion."""
-    return weight.to(dtype) if is_traceable_wrapper_subclass(weight) else weight
+    return weight.to(dtype) if _is_stored_otherwise(weight) else weight
+
+
+def _is_stored_otherwise(weight: Tensor) -> bool:
+    # Asked of the type, since torch.compile makes is_traceable_wrapper_subclass(weight) false.
+    return is_traceable_wrapper_subclass_type(type(weight))
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast computes in; None where it is off. The meta device has none, and torch raises."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
 
 
 # --- The module ------------------------------------------------------------------------------------------------------
@@ -112,12 +124,11 @@ class Int8MixedPrecisionLinear(nn.Linear):
         enough = rows.shape[0] * self.in_features * self.out_features >= smallest_product(input.device)
         if not enough or input.dtype not in _DTYPES:
             return super().forward(input)
-        dtype = input.dtype
-        if torch.is_autocast_enabled(input.device.type):
-            dtype = torch.get_autocast_dtype(input.device.type)
+        dtype = _autocast_dtype(input.device.type) or input.dtype
         records = torch.is_grad_enabled()
         output = _Int8Linear.apply(rows, self.weight, self.bias, self.int8_config, dtype, records)
-        return output.view(*input.shape[:-1], self.out_features)
+        # Not a view for autograd: changing one in place would lose FSDP's hook on it.
+        return torch.ops.aten._unsafe_view(output, (*input.shape[:-1], self.out_features))
 
     def _check(self, input: Tensor) -> None:
         if hasattr(self.weight, "device_mesh") or hasattr(input, "device_mesh"):
@@ -128,7 +139,7 @@ class Int8MixedPrecisionLinear(nn.Linear):
         if input.shape[-1] != self.in_features:
             raise ValueError(f"input has {input.shape[-1]} features in its last dimension, expected {self.in_features}")
         if input.dtype != self.weight.dtype and not (
-            torch.is_autocast_enabled(input.device.type) or is_traceable_wrapper_subclass(self.weight)
+            _autocast_dtype(input.device.type) or _is_stored_otherwise(self.weight)
         ):
             raise TypeError(
                 f"input is {input.dtype}, the weight {self.weight.dtype}: convert one of them, or use torch.autocast"
@@ -145,13 +156,22 @@ Filter = Callable[[nn.Module, str], bool]
 
 def reason_to_leave(module: nn.Module) -> str | None:
     """Why the default filter leaves a module as it is; None if it converts it."""
-    if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, Int8MixedPrecisionLinear):
-        return f"{type(module).__name__} is not nn.Linear itself, and may use its weight in its own way"
+    reason = _reason_to_keep_class(module)
+    if reason or not isinstance(module, nn.Linear):
+        return reason
     if module.out_features >= MAX_OUT_FEATURES:
         return f"{module.out_features} outputs, at least {MAX_OUT_FEATURES}: taken for an LM head"
     smaller = min(module.in_features, module.out_features)
     if smaller < MIN_FEATURES:
         return f"{smaller} features on one side, fewer than {MIN_FEATURES}: too small to gain"
+    return None
+
+
+def _reason_to_keep_class(module: nn.Module) -> str | None:
+    if type(module) not in (nn.Linear, Int8MixedPrecisionLinear):
+        return f"{type(module).__name__} is not nn.Linear itself, and may use its weight in its own way"
+    if "forward" in vars(module):
+        return "its forward method was replaced, as hooks of Accelerate do; they can be added afterwards"
     return None
 
 
@@ -188,10 +208,16 @@ def undo_int8_mixed_precision(model: nn.Module) -> nn.Module:
     """Make ``nn.Linear`` of all converted layers of ``model`` again, in place.
 
     Returns:
-        ``model``
+        ``model``. A warning names each layer that stays as it is: one whose class or forward method something else has
+        changed since, as ``fully_shard`` does if it is called on the layer itself.
     """
-    for module in model.modules():
-        if type(module) is Int8MixedPrecisionLinear:
+    for name, module in model.named_modules():
+        if not isinstance(module, Int8MixedPrecisionLinear):
+            continue
+        reason = _reason_to_keep_class(module)
+        if reason:
+            logger.warning("%s stays in int8: %s", name, reason)
+        else:
             del module.int8_config
             module.__class__ = nn.Linear  # type: ignore[assignment]
     return model
@@ -200,9 +226,10 @@ def undo_int8_mixed_precision(model: nn.Module) -> nn.Module:
 @register_quantize_module_handler(Int8MixedPrecisionConfig)
 def _convert(module: nn.Module, config: Int8MixedPrecisionConfig) -> nn.Module:
     """Also what ``torchao.quantize_`` does with each module that its own ``filter_fn`` lets through."""
-    if type(module) in (nn.Linear, Int8MixedPrecisionLinear):
+    reason = _reason_to_keep_class(module)
+    if reason:
+        logger.warning("left as it is: %s", reason)
+    else:
         module.__class__ = Int8MixedPrecisionLinear
         module.int8_config = config  # type: ignore[assignment]
-    else:
-        logger.warning("left as it is: %s", reason_to_leave(module))
     return module

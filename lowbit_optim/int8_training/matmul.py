@@ -56,7 +56,7 @@ def _with_long_sums(matmul: _Matmul) -> _Matmul:
         if a.shape[1] <= LONGEST_SUM:
             return matmul(a, b, a_scale, b_scale, bias, dtype)
         parts = zip(a.split(LONGEST_SUM, 1), b.split(LONGEST_SUM, 1), strict=True)
-        out = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+        out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
         for p, q in parts:
             out += matmul(p.contiguous(), q.contiguous(), a_scale, b_scale, None, torch.float32)
         return (out if bias is None else out.add_(bias)).to(dtype)
@@ -98,8 +98,9 @@ def _cpu_matmul_is_exact() -> bool:
 def _matmul_by_parts(a: Tensor, b: Tensor) -> Tensor:
     """In fp32, 1024 products at a time: their sum is an integer below 2**24 at every moment, hence exact."""
     out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
-    for p, q in zip(a.split(1024, 1), b.split(1024, 1), strict=True):
-        out += (p.float() @ q.float().t()).int()
+    with torch.autocast(a.device.type, enabled=False):  # it would round the sums
+        for p, q in zip(a.split(1024, 1), b.split(1024, 1), strict=True):
+            out += (p.float() @ q.float().t()).int()
     return out
 
 

@@ -19,7 +19,8 @@ TOKENS = 24  # a rank
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 15, bias=False))
+    # FSDP hangs a hook on the first layer's output, which the in-place operation must not lose.
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(inplace=True), nn.Linear(64, 15, bias=False))
     convert_int8_mixed_precision(model, filter_fn=lambda module, name: True)
     return model
 
@@ -65,7 +66,8 @@ def check_rank(rank: int, param_dtype: torch.dtype) -> None:
 
     for _ in range(2):  # the second time with weights that were freed before
         model.zero_grad()
-        model(make_inputs()[rank]).float().square().sum().backward()
+        x = make_inputs()[rank].requires_grad_()  # so that the first layer's weight is needed again
+        model(x).float().square().sum().backward()
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=1e-6, atol=1e-6)

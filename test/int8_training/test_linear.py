@@ -2,6 +2,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import emulation
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torchao import quantize_
 from torchao.prototype.quantized_training import int8_mixed_precision_training
@@ -171,6 +173,14 @@ def test_strides_of_inputs_do_not_matter(device: str) -> None:
     layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
     assert torch.equal(layer(x), layer(x.contiguous()))
     layer(x).sum().backward()  # an expanded gradient
+
+
+def test_the_meta_device() -> None:
+    layer, x = convert(nn.Linear(64, 48, device="meta")), torch.randn(3, 64, device="meta", requires_grad=True)
+    out = layer(x)
+    out.sum().backward()
+    assert (out.shape, out.dtype, out.device) == ((3, 48), torch.float32, x.device)
+    assert layer.weight.grad.shape == (48, 64)
 
 
 @pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
@@ -336,16 +346,20 @@ def test_products_too_small_to_gain_run_as_before(device: str, monkeypatch: pyte
     assert not any(map(torch.equal, plain, run(layer, x, grad)))
 
 
-def test_a_weight_in_nf4(device: str) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_weight_in_nf4(dtype: torch.dtype, compiled: bool, device: str) -> None:
     """QLoRA: a frozen base weight that decodes on conversion."""
     layer = nn.Linear(256, 128, bias=False, device=device, dtype=torch.bfloat16)
-    x, grad = torch.randn(16, 256, device=device).bfloat16(), torch.randn(16, 128, device=device).bfloat16()
+    x, grad = torch.randn(16, 256, device=device).to(dtype), torch.randn(16, 128, device=device).to(dtype)
     stored = to_nf4(layer.weight.detach(), block_size=64, scaler_block_size=32)
-    decoded = nn.Linear(256, 128, bias=False, device=device, dtype=torch.bfloat16)
-    decoded.weight = nn.Parameter(stored.to(torch.bfloat16))
+    decoded = nn.Linear(256, 128, bias=False, device=device)
+    decoded.weight = nn.Parameter(stored.to(dtype))
     layer.weight = nn.Parameter(stored, requires_grad=False)
     x.requires_grad_()
-    out = convert(layer)(x)
+    convert(layer)
+    torch._dynamo.reset()
+    out = torch.compile(layer, backend="aot_eager", fullgraph=True)(x) if compiled else layer(x)
     out.backward(grad)
     expected = run(convert(decoded), x.detach(), grad)
     assert torch.equal(out, expected[0])
@@ -492,6 +506,26 @@ def test_undo() -> None:
     assert vars(model[0]).keys() == vars(reference[0]).keys()
     x = torch.randn(3, 64)
     assert torch.equal(model(x), reference(x))
+
+
+def replace_forward(layer: nn.Module) -> None:
+    """As Accelerate adds its hooks."""
+    layer.forward = partial(layer.forward)
+
+
+def test_a_layer_that_something_else_has_changed_stays_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    for change in (parametrizations.weight_norm, replace_forward):
+        layer, converted = nn.Linear(64, 32), convert(nn.Linear(64, 32))
+        for model in (layer, converted):
+            change(model)
+        before = type(layer), type(converted)
+        caplog.clear()
+        convert(layer)
+        undo_int8_mixed_precision(nn.ModuleDict({"name": converted}))
+        assert (type(layer), type(converted)) == before
+        assert caplog.messages[0].startswith("left as it is: ")
+        assert caplog.messages[1].startswith("name stays in int8: ")
+        converted(torch.randn(3, 64))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

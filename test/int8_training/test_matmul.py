@@ -36,12 +36,14 @@ def test_sums_of_the_largest_codes_are_exact(sign: int, device: str) -> None:
     assert torch.equal(int32_matmul(a, sign * a).long(), exact_sums(a, sign * a))
 
 
-def test_sums_are_exact_on_a_cpu_whose_own_matmul_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sums_are_exact_on_a_cpu_whose_own_matmul_saturates(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = random_codes(9, 5000), random_codes(6, 5000)
     a[0], b[0] = 127, -127
     monkeypatch.setattr(matmul, "_cpu_matmul_is_exact", lambda: False)
     monkeypatch.setattr(torch, "_int_mm", None)
-    assert torch.equal(int32_matmul(a, b).long(), exact_sums(a, b))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert torch.equal(int32_matmul(a, b).long(), exact_sums(a, b))
 
 
 def test_a_cpu_whose_own_matmul_saturates_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,13 +75,18 @@ def test_results_are_scaled_sums(
     assert torch.equal(scaled_matmul((a[0], a[1] / 1000), b, dtype, bias), expected.to(dtype))
 
 
-def test_sums_longer_than_int32_allows(device: str) -> None:
+@pytest.mark.parametrize("default_dtype", [torch.float32, torch.bfloat16])
+def test_sums_longer_than_int32_allows(default_dtype: torch.dtype, device: str) -> None:
     k = 2 * matmul.LONGEST_SUM + 160
     a = torch.full((2, k), 127, dtype=torch.int8, device=device)
     b = torch.full((3, k), -127, dtype=torch.int8, device=device)
     ones = torch.ones(3, device=device)
     assert k * 127**2 > 2**31
-    out = scaled_matmul((a, ones[:2]), (b, ones), torch.float32, bias=ones)
+    torch.set_default_dtype(default_dtype)
+    try:
+        out = scaled_matmul((a, ones[:2]), (b, ones), torch.float32, bias=ones)
+    finally:
+        torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(out, torch.full_like(out, -k * 127.0**2 + 1), rtol=2**-23, atol=0)
 
 
