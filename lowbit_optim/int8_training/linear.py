@@ -18,7 +18,7 @@ from .quantize import quantize, quantize_columns, quantize_rows
 logger = logging.getLogger(__name__)
 
 # The default filter's limits.
-MAX_OUT_FEATURES = 32_000  # exclusive; more is a vocabulary: the logits' precision matters, and a loss reads them
+MAX_OUT_FEATURES = 32_000  # exclusive; from here on a vocabulary: the logits' precision matters, and a loss reads them
 MIN_FEATURES = 512
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
