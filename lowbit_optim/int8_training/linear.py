@@ -190,7 +190,8 @@ def convert_int8_mixed_precision(
             :func:`reason_to_leave` gives none. Unknown subclasses of ``nn.Linear`` are never converted.
 
     Returns:
-        ``model``. The logger of this module tells, at level INFO, why a linear layer was left as it is.
+        ``model``. The logger of this module tells, at level INFO, why a linear layer was left as it is; a warning says
+        if all were.
     """
     config = config or Int8MixedPrecisionConfig()
     for name, module in model.named_modules():
@@ -201,6 +202,8 @@ def convert_int8_mixed_precision(
             logger.info("%s is left as it is: %s", name, reason)
         elif filter_fn is None or filter_fn(module, name):
             _convert(module, config)
+    if not any(isinstance(module, Int8MixedPrecisionLinear) for module in model.modules()):
+        logger.warning("no layer computes in int8 now; reason_to_leave(layer) says why one was left as it is")
     return model
 
 

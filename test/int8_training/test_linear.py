@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torchao import quantize_
@@ -396,7 +397,7 @@ def test_compiled_is_eager(autocast: bool, device: str) -> None:
 def test_a_new_length_compiles_nothing_after_the_second(device: str) -> None:
     model = mlp(device)
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for tokens in (8, 21, 33, 17, 100, 64, 5):
         x = torch.randn(tokens, 64, device=device)
@@ -459,6 +460,13 @@ def test_the_default_filter_leaves_out_what_does_not_gain(caplog: pytest.LogCapt
     assert "OwnLinear is not nn.Linear itself" in reason_to_leave(model["own"])
     assert "LM head" in reason_to_leave(model["head"])
     assert {message.split()[0] for message in caplog.messages} == {"small", "own", "head", "attention.out_proj"}
+
+
+def test_a_model_of_which_nothing_is_converted_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    convert_int8_mixed_precision(nn.Sequential(nn.Linear(512, 512)))
+    assert not caplog.messages
+    convert_int8_mixed_precision(nn.Sequential(nn.Linear(512, 16)))
+    assert caplog.messages[0].startswith("no layer computes in int8 now")
 
 
 def test_a_filter_of_ones_own() -> None:
@@ -524,7 +532,7 @@ def test_a_layer_that_something_else_has_changed_stays_what_it_is(caplog: pytest
         undo_int8_mixed_precision(nn.ModuleDict({"name": converted}))
         assert (type(layer), type(converted)) == before
         assert caplog.messages[0].startswith("left as it is: ")
-        assert caplog.messages[1].startswith("name stays in int8: ")
+        assert caplog.messages[-1].startswith("name stays in int8: ")
         converted(torch.randn(3, 64))
 
 
