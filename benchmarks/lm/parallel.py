@@ -92,7 +92,8 @@ class Parallel(Alone):
         if kind not in KINDS:
             raise UsageError(f"parallel is {kind!r}; choose from {', '.join(KINDS)}")
         if "RANK" not in os.environ:
-            raise UsageError(f"--parallel {kind} takes several processes: torchrun --nproc-per-node=2 {__package__} …")
+            command = "torchrun --nproc-per-node=2 benchmarks/train_lm.py"
+            raise UsageError(f"--parallel {kind} takes several processes: {command} --parallel {kind}")
         if cpu_offload and kind not in ("fsdp", "hsdp"):
             raise UsageError(f"--cpu-offload works with --parallel fsdp and hsdp, not {kind}")
         self.kind, self.cpu_offload = kind, cpu_offload

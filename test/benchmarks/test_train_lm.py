@@ -644,7 +644,7 @@ def test_an_optimizer_that_fails_on_one_rank_ends_all(text: Path, tmp_path: Path
     ("options", "message"),
     [
         ("--parallel pp", "parallel is 'pp'; choose from fsdp, hsdp, tp, ddp"),
-        ("--parallel fsdp", "takes several processes: torchrun"),
+        ("--parallel fsdp", "processes: torchrun --nproc-per-node=2 benchmarks/train_lm.py --parallel fsdp"),
     ],
 )
 def test_bad_ways_of_being_parallel_get_one_line(options: str, message: str, text: Path, tmp_path: Path, capsys):
