@@ -91,7 +91,15 @@ STUDIES = {
     "lora": Study(
         "docs",
         {"model": "30m", "steps": 500, "lora": 16, **_AMP_BF16},
-        {**_OPTIMIZERS, "torch.AdamW": {"optimizer": "torch.AdamW"}},
+        {
+            **_OPTIMIZERS,
+            # at the same product of rate and weight decay
+            "lion8bit, 2.5 × the rate": {"optimizer": "lion8bit", "lr": 5e-4, "weight_decay": 0.2},
+            "lion8bit, 5 × the rate": {"optimizer": "lion8bit", "lr": 1e-3, "weight_decay": 0.1},
+            "torch.AdamW": {"optimizer": "torch.AdamW"},
+            "torch.AdamW, 2.5 × the rate": {"optimizer": "torch.AdamW", "lr": 2.5e-3, "weight_decay": 0.04},
+            "torch.AdamW, 5 × the rate": {"optimizer": "torch.AdamW", "lr": 5e-3, "weight_decay": 0.02},
+        },
         # all calls are to start from the same weights
         base={"model": "30m", "steps": 1000, "optimizer": "lion", "deterministic": True, **_AMP_BF16},
         needs="peft",
