@@ -3,9 +3,11 @@
 import copy
 from typing import Any
 
+import interpreter
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from lowbit_optim import Lion, Lion8bit
 from lowbit_optim.subclasses import OptimState8bit
@@ -482,3 +484,15 @@ def test_temporary_memory_is_the_table() -> None:
     before = torch.cuda.memory_allocated()
     optimizer.step()
     assert torch.cuda.max_memory_allocated() - before < 100_000
+
+
+def test_fake_tensors_are_stepped_otherwise() -> None:
+    """As in an estimate of memory: the kernel would read from address 0."""
+    device = "cuda" if ON_GPU else "cpu"
+    with interpreter.fused_on(device), FakeTensorMode():
+        p = nn.Parameter(torch.randn(64, 128, device=device))
+        optimizer = Lion8bit([p])
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+        assert optimizer.state[p]["exp_avg"].codes.shape == p.shape
+        assert not optimizer._fused_steps
