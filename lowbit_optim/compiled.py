@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.decorators import mark_unbacked, maybe_mark_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lowbit_optim import codec
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
@@ -69,7 +70,8 @@ class CompiledUpdate:
             self._update(param, grad, exp_avg, *scalars, master_residual=residual)
 
     def _is_worth_compiling(self, kind: str, param: Tensor) -> bool:
-        if torch._dynamo.config.disable:  # since 2.13, torch.compile(fullgraph=True) takes it for an error
+        # Dynamo would leave the function alone, now and later, but compile what that calls; since 2.13 it also raises
+        if torch._dynamo.config.disable or is_in_torch_dispatch_mode():
             return False
         too_small = param.shape[0] < 2 and kind != "ragged"
         return not too_small and (param.device.type, kind) not in self._uncompilable

@@ -133,10 +133,11 @@ class GradientRelease:
     def _can_step(self, p: Any, grad: Tensor) -> bool:
         """All else is left to ``step``: ranks might meet in another order, or be hindered from going on.
 
-        Where FSDP keeps shards in host memory, a gradient is still on its way there when this is called.
+        Where FSDP keeps shards in host memory, a gradient is still on its way there when this is called. A sparse one
+        is refused there.
         """
         if not shards.is_dtensor(p):
-            return True
+            return grad.layout == torch.strided
         if p.to_local().device.type != p.device_mesh.device_type:
             return False
         return not sharding.needs_other_ranks(p, grad, self._optimizer.state[p]["exp_avg"])

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._triton import has_triton
@@ -447,6 +448,8 @@ class LowBitOptimizer(Optimizer):
 def _why_not_fused(p: Tensor, group: Mapping[str, Any]) -> str | None:
     if shards.is_dtensor(p):
         return "this rank holds parts of its rows or blocks, or its gradient is cut otherwise"
+    if isinstance(p, FakeTensor):
+        return "it is a FakeTensor, which has no memory"
     if not p.is_cuda:
         return f"it is on {p.device}, and the kernel needs CUDA"
     if group["block_size"] > _MAX_FUSED_BLOCK_SIZE:

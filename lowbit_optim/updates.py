@@ -155,6 +155,12 @@ def _check_state(
     p: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, index: int, master_weight_bits: int | None
 ) -> None:
     """That gradient and state are of the parameter and the options as they are now."""
+    if not isinstance(exp_avg, Tensor):
+        raise TypeError(
+            f"{_name(p, index)} has its momentum as it is saved, a {type(exp_avg).__name__}, where a tensor belongs: "
+            "something wrote it into the state, as torch's ZeroRedundancyOptimizer does. Call this optimizer's own "
+            "load_state_dict."
+        )
     if not p.shape == grad.shape == exp_avg.shape:
         raise RuntimeError(
             f"{_name(p, index)} has a gradient of shape {tuple(grad.shape)} and state of shape {tuple(exp_avg.shape)}, "

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch._subclasses import FakeTensorMode
 from torch.optim import lr_scheduler
+from torch.utils.flop_counter import FlopCounterMode
 
 from lowbit_optim import Lion, Lion8bit
 from lowbit_optim import optimizer as optimizer_module
@@ -672,3 +674,29 @@ def test_force_eager_compiles_nothing(device: str) -> None:
     with eager():
         train(make(parameters(ONE_OF_EACH, torch.float32, device)), 2)
     assert graphs() == before
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dispatch_mode_changes_no_step(dtype: torch.dtype, device: str) -> None:
+    """Dynamo does not work inside of one, and remembers that; the steps after it are compiled all the same."""
+    optimizer, expected = (make(parameters(ONE_OF_EACH, dtype, device)) for _ in range(2))
+    with FlopCounterMode(display=False):
+        train(optimizer, 2)
+    before = graphs()
+    train(optimizer, 2, first=2)
+    assert graphs() > before
+    with eager():
+        train(expected, 4)
+    assert_same_bits(optimizer, expected)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_fake_tensors_are_stepped(device: str) -> None:
+    """They have no memory that a compiled kernel could read."""
+    with FakeTensorMode():
+        p = nn.Parameter(torch.randn(64, 128, device=device))
+        optimizer = make([p])
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+        assert optimizer.state[p]["exp_avg"].codes.shape == p.shape

@@ -463,3 +463,12 @@ def test_a_step_without_any_backward_warns_as_ever(device: str) -> None:
 def test_it_is_public() -> None:
     assert callable(lowbit_optim.gradient_release)
     assert "gradient_release" in lowbit_optim.__all__
+
+
+def test_a_sparse_gradient_is_refused_by_the_step(device: str) -> None:
+    model = nn.Sequential(nn.Embedding(50, 64, sparse=True), nn.Linear(64, 64)).to(device)
+    optimizer = Lion8bit(model.parameters())
+    gradient_release(model, optimizer)
+    model(tokens(0, device)).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        optimizer.step()

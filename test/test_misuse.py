@@ -220,3 +220,18 @@ def test_a_bad_option_in_a_checkpoint_changes_nothing(key: str, value: Any) -> N
         optimizer.load_state_dict(saved)
     assert torch.equal(momentum(optimizer, p), before)
     assert optimizer.param_groups[0]["step"] == 1
+
+
+def test_a_saved_momentum_put_into_the_state_is_named() -> None:
+    """As torch's ZeroRedundancyOptimizer does when it loads."""
+    p = parameter()
+    optimizer = Lion8bit([p])
+    optimizer.step()
+    optimizer.state[p] = optimizer.state_dict()["state"][0]
+    before = p.detach().clone()
+    with pytest.raises(TypeError, match=r"parameter 0 .* as it is saved.*load_state_dict"):
+        optimizer.step()
+    assert torch.equal(p.detach(), before)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert not torch.equal(p.detach(), before)

@@ -192,7 +192,7 @@ def _parts(exp_avg: Tensor) -> tuple[Tensor, ...]:
 
 def _addresses(exp_avg: Tensor) -> tuple[int, ...]:
     if not isinstance(exp_avg, BlockwiseTensor):
-        return (exp_avg.data_ptr(),)
+        return (exp_avg.data_ptr(),) if isinstance(exp_avg, Tensor) else ()  # the check that follows names it
     return exp_avg.codes.data_ptr(), exp_avg.scale.data_ptr(), exp_avg.block_size
 
 

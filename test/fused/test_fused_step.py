@@ -3,9 +3,11 @@
 import copy
 from typing import Any
 
+import interpreter
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from lowbit_optim import Lion, Lion8bit
 from lowbit_optim.subclasses import OptimState8bit
@@ -482,3 +484,25 @@ def test_temporary_memory_is_the_table() -> None:
     before = torch.cuda.memory_allocated()
     optimizer.step()
     assert torch.cuda.max_memory_allocated() - before < 100_000
+
+
+def test_fake_tensors_are_stepped_otherwise() -> None:
+    """As in an estimate of memory: they have no addresses for the kernel."""
+    device = "cuda" if ON_GPU else "cpu"
+    with interpreter.fused_on(device), FakeTensorMode():
+        p = nn.Parameter(torch.randn(64, 128, device=device))
+        optimizer = Lion8bit([p])
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+        assert optimizer.state[p]["exp_avg"].codes.shape == p.shape
+        assert not optimizer._fused_steps
+
+
+def test_a_saved_momentum_put_into_the_state_is_named(fused_device: str) -> None:
+    optimizer, _ = pair(fused_device)
+    set_grads(optimizer, 0)
+    optimizer.step()
+    p = all_parameters(optimizer)[0]
+    optimizer.state[p]["exp_avg"] = optimizer.state_dict()["state"][0]["exp_avg"]
+    with pytest.raises(TypeError, match=r"parameter 0 .* as it is saved"):
+        optimizer.step()
