@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import train_lm
-from benchmarks.lm import UsageError, data, optimizers, report
+from benchmarks.lm import UsageError, data, loop, optimizers, report
 from benchmarks.lm.model import CONFIGS, GPT, Attention, ModelConfig, rotary
 from benchmarks.lm.trainer import Settings, Trainer, load_checkpoint, lr_factor
 from lowbit_optim.int8_training import matmul
@@ -386,6 +386,17 @@ def test_comparing_gives_one_table_one_plot_and_metrics_of_each(text: Path, tmp_
     assert runs[0].rows[0]["loss"] == runs[1].rows[0]["loss"], "the same weights meet the same first batch"
     assert runs[0].rows[-1]["loss"] != runs[1].rows[-1]["loss"]
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_times_are_those_of_compiled_steps(dataset: data.ByteDataset):
+    trainer = Trainer(Settings("torch.AdamW", layers=1), dataset, CPU)
+    trainer.train_step()
+    spans = [(900.0, 10.0), (900.0, 10.0), (900.0, 10.0), (30.0, 300.0), (30.0, 300.0), (31.0, 290.0)]
+    trainer.history = [{"loss": 1.0, "held_out_loss": 1.0, "step_ms": ms, "tokens_per_s": rate} for ms, rate in spans]
+    summary = loop._summary(trainer)
+    assert (summary["train_step_ms"], summary["tokens_per_s"]) == (30, 300)
+    trainer.history = trainer.history[:3]
+    assert loop._summary(trainer)["train_step_ms"] == 900
 
 
 def test_an_earlier_run_is_not_overwritten(text: Path, tmp_path: Path, capsys):
