@@ -52,15 +52,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("int8_linear", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parts", type=_parts, default=_parts("matmul,quantisation,layer,kernels,crossover,lengths"))
+    parser.add_argument("--parts", type=_parts, help="some of " + ", ".join(PARTS))
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--scale", type=int, help="divide dimensions; default: 32 on CPUs, 1 on GPUs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures there, as JSON")
     args = parser.parse_args(argv)
-    args.scale = args.scale or (1 if args.device.startswith("cuda") else 32)
-    if args.tune and not args.device.startswith("cuda"):
-        parser.error("--tune measures GPU kernels; give a --device that is one")
+    on_gpu = args.device.startswith("cuda")
+    args.scale = args.scale or (1 if on_gpu else 32)
+    args.parts = args.parts or [part for part in PARTS if part != "tune" and (on_gpu or part != "crowded")]
+    if not on_gpu and (args.tune or "crowded" in args.parts):
+        parser.error("--tune and the part 'crowded' measure GPU kernels; give a --device that is one")
     return args
 
 
@@ -97,6 +99,12 @@ def _matmul(device: torch.device, scale: int) -> Rows:
     return matmuls.compare(_shapes(scale), device)
 
 
+def _crowded(device: torch.device, scale: int) -> Rows:
+    from benchmarks.int8 import crowded
+
+    return crowded.compare(_shapes(scale), [8, 16, 32], device)
+
+
 def _quantisation(device: torch.device, scale: int) -> Rows:
     return matmuls.quantisation([(TOKENS // scale, DIM // scale), (TOKENS // scale, FF // scale)], device)
 
@@ -115,7 +123,8 @@ def _kernels(device: torch.device, scale: int) -> Rows:
 def _crossover(device: torch.device, scale: int) -> Rows:
     tokens = [count // scale for count in (1024, 2048, 4096, 8192, 16384)]
     features = [(outputs // scale, inputs // scale) for outputs, inputs in FEATURES]
-    return layers.crossover(tokens, features, device, _modes(device), always_int8)
+    modes = [*_modes(device), layers.ONE_THREAD]
+    return layers.crossover(tokens, features, device, modes, always_int8)
 
 
 def _lengths(device: torch.device, scale: int) -> Rows:
@@ -126,6 +135,7 @@ def _lengths(device: torch.device, scale: int) -> Rows:
 
 PARTS: dict[str, Callable[[torch.device, int], Rows]] = {
     "matmul": _matmul,
+    "crowded": _crowded,
     "quantisation": _quantisation,
     "layer": _layer,
     "kernels": _kernels,

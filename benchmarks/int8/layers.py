@@ -16,6 +16,7 @@ from benchmarks.lm.model import ModelConfig, SwiGLU
 from lowbit_optim.int8_training import convert_int8_mixed_precision
 
 _LENGTHS = 20
+ONE_THREAD = "eager, backward in the same thread"
 
 
 def _torchao(model: nn.Module, module_swap: bool) -> nn.Module:
@@ -72,11 +73,13 @@ def _step(model: nn.Module, name: str, mode: str) -> Callable[[Tensor, Tensor], 
     model = CONTENDERS[name](copy.deepcopy(model))
     torch.compiler.reset()
     run = torch.compile(model) if mode == "compiled" else model
+    own_thread = mode != ONE_THREAD
 
     def step(x: Tensor, grad: Tensor) -> None:
         model.zero_grad()
         x.grad = None
-        run(x).backward(grad)
+        with torch.autograd.set_multithreading_enabled(own_thread):
+            run(x).backward(grad)
 
     return step
 

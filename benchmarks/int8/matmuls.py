@@ -146,7 +146,7 @@ def _measure_candidate(
     out = torch.full(shape[:2], torch.nan, dtype=dtype, device=device)
 
     def call() -> None:
-        kernels.scaled_matmul(a, b, a_scale, b_scale, None, out, config, multiprocessors)
+        kernels.scaled_matmul(a, b, a_scale, b_scale, None, out, config, config.resident * multiprocessors)
 
     call()
     if not _is_exact(out, x):

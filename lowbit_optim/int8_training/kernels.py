@@ -42,6 +42,11 @@ def _on_the_tensors_device(fill: Callable[..., None]) -> Callable[..., None]:
     return fill_there
 
 
+def _blocks(size: int, block: int) -> int:
+    """How many blocks hold ``size``; ``triton.cdiv`` takes the host ten times as long."""
+    return -(-size // block)
+
+
 # --- Quantisation ----------------------------------------------------------------------------------------------------
 
 
@@ -92,8 +97,7 @@ def rows_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def absmax_kernel(
     x_ptr,
-    row_bits_ptr,
-    column_bits_ptr,
+    bits_ptr,
     rows,
     columns,
     BY_ROWS: tl.constexpr,
@@ -101,7 +105,7 @@ def absmax_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Largest absolute values of columns and, on request, of rows, as float bits, into zeroed memory."""
+    """Largest absolute values of columns and, on request, behind them, of rows, as float bits, into zeroed memory."""
     c = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     column_bits = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.int32)
     for tile in range(TILES):
@@ -111,15 +115,14 @@ def absmax_kernel(
         bits = _absolute_bits(x)
         column_bits = tl.maximum(column_bits, bits)
         if BY_ROWS:
-            tl.atomic_max(row_bits_ptr + r, tl.max(bits, 1), mask=r < rows, sem="relaxed")
-    tl.atomic_max(column_bits_ptr + c, tl.max(column_bits, 0), mask=c < columns, sem="relaxed")
+            tl.atomic_max(bits_ptr + columns + r, tl.max(bits, 1), mask=r < rows, sem="relaxed")
+    tl.atomic_max(bits_ptr + c, tl.max(column_bits, 0), mask=c < columns, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rows", "column_pitch_16"])
 def codes_kernel(
     x_ptr,
-    row_bits_ptr,
-    column_bits_ptr,
+    bits_ptr,
     row_codes_ptr,
     row_scale_ptr,
     column_codes_ptr,
@@ -138,7 +141,7 @@ def codes_kernel(
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     x = tl.load(x_ptr + r.to(tl.int64)[:, None] * columns + c[None, :], mask=inside, other=0.0)
 
-    scale = _scale(tl.load(column_bits_ptr + c, mask=c < columns, other=0))
+    scale = _scale(tl.load(bits_ptr + c, mask=c < columns, other=0))
     codes = tl.trans(_codes(x, scale[None, :]))
     pitch = column_pitch_16 * 16
     target = column_codes_ptr + c.to(tl.int64)[:, None] * pitch + r[None, :]
@@ -147,7 +150,7 @@ def codes_kernel(
         tl.store(column_scale_ptr + c, scale, mask=c < columns)
 
     if BY_ROWS:
-        scale = _scale(tl.load(row_bits_ptr + r, mask=r < rows, other=0))
+        scale = _scale(tl.load(bits_ptr + columns + r, mask=r < rows, other=0))
         pitch = row_pitch_16 * 16
         target = row_codes_ptr + r.to(tl.int64)[:, None] * pitch + c[None, :]
         tl.store(target, _codes(x, scale[:, None]), mask=(r < rows)[:, None] & (c < pitch)[None, :])
@@ -159,11 +162,11 @@ def codes_kernel(
 def quantize_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     """Fill ``codes`` and ``scale`` from ``x``, contiguous and not empty."""
     rows, columns = x.shape
-    block_columns = min(_WIDEST_ROW, triton.next_power_of_2(codes.shape[1]))
+    block_columns = min(_WIDEST_ROW, 1 << (codes.shape[1] - 1).bit_length())
     block_rows = max(1, _WIDEST_ROW // 4 // block_columns)
     launch(
         rows_kernel,
-        (triton.cdiv(rows, block_rows),),
+        (_blocks(rows, block_rows),),
         (x.dtype, *alignments(x), columns, block_rows, block_columns),
         x,
         codes,
@@ -186,16 +189,14 @@ def quantize_columns(
     rows, columns = x.shape
     by_rows = row_codes is not None
     bits = torch.zeros(columns + (rows if by_rows else 0), dtype=torch.int32, device=x.device)
-    column_bits, row_bits = bits[:columns], bits[columns:]
-    tiles = triton.cdiv(rows, _TILE_ROWS), triton.cdiv(columns, _TILE_COLUMNS)
-    key = (x.dtype, *alignments(x, row_bits, column_bits), columns, by_rows, _TILE_ROWS, _TILE_COLUMNS)
+    tiles = _blocks(rows, _TILE_ROWS), _blocks(columns, _TILE_COLUMNS)
+    key = (x.dtype, *alignments(x), columns, by_rows, _TILE_ROWS, _TILE_COLUMNS)
     launch(
         absmax_kernel,
-        (triton.cdiv(tiles[0], _TILES), tiles[1]),
+        (_blocks(tiles[0], _TILES), tiles[1]),
         (*key, _TILES),
         x,
-        row_bits,
-        column_bits,
+        bits,
         rows,
         columns,
         by_rows,
@@ -209,8 +210,7 @@ def quantize_columns(
         tiles,
         key,
         x,
-        row_bits,
-        column_bits,
+        bits,
         row_codes,
         row_scale,
         codes,
@@ -240,7 +240,8 @@ class MatmulConfig:
         group_m: tiles, one below the other, that are computed in a row for the cache's sake.
         descriptors: load and store through tensor descriptors, from compute capability 9.0 on. The rest is for these.
         parts: 1, 2 or 4 that a tile is stored in, one after the other, which takes so much less shared memory.
-        resident: programs on each multiprocessor, which go from tile to tile; 0 for one program a tile.
+        resident: programs on each multiprocessor, which go from tile to tile; 0 for one program a tile. Of no account
+            beside collectives: they take multiprocessors, on which such programs would only begin when others end.
     """
 
     block_m: int
@@ -374,12 +375,14 @@ def scaled_matmul(
     bias: Tensor | None,
     out: Tensor,
     config: MatmulConfig,
-    multiprocessors: int,
+    programs: int = 0,
 ) -> None:
-    """Fill ``out``, all tensors contiguous and not empty."""
+    """Fill ``out``, all tensors contiguous and not empty, by so many programs that go from tile to tile.
+
+    By default by one program a tile.
+    """
     (m, k), n = a.shape, b.shape[0]
-    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    programs = config.resident * multiprocessors
+    tiles = _blocks(m, config.block_m) * _blocks(n, config.block_n)
     by_descriptor = config.descriptors and n * out.itemsize % 16 == 0
     key = config, out.dtype, n, bias is None or bias.dtype, *alignments(a_scale, b_scale, bias, out)
     rest = a_scale, b_scale, bias, m, n, k // 16, bias is not None

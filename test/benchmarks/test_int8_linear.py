@@ -58,7 +58,11 @@ def test_a_failure_is_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--tune", "--device", "cpu"], "--tune measures GPU"), (["--parts", "all"], "'all' is not")],
+    [
+        (["--tune", "--device", "cpu"], "measure GPU kernels"),
+        (["--parts", "crowded", "--device", "cpu"], "measure GPU kernels"),
+        (["--parts", "all"], "'all' is not"),
+    ],
 )
 def test_says_what_is_wrong(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

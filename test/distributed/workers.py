@@ -1,6 +1,7 @@
 """Processes that run functions as the ranks of a process group: started once, used by many tests.
 
-A group of n ranks has NCCL and a GPU each where there are as many GPUs, else gloo and the CPU.
+A group of n ranks has NCCL and a GPU each where there are at least two GPUs, and n of them, else gloo and the CPU. With
+one GPU nothing runs on it: a run that goes on with other ranks would change devices, whose matmuls differ.
 """
 
 import contextlib
@@ -93,7 +94,8 @@ class _Group:
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     torch.set_num_threads(1)
-    backend = "nccl" if 1 < world_size <= torch.cuda.device_count() else "gloo"
+    gpus = torch.cuda.device_count()
+    backend = "nccl" if gpus > 1 and world_size <= gpus else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(rank)
     else:

@@ -91,7 +91,7 @@ def test_the_matmul_is_the_defined_one(m: int, n: int, k: int, config: object) -
         (torch.bfloat16, None),
     ):
         out = torch.full((m, n), 99.0, dtype=dtype, device=DEVICE)
-        kernels.scaled_matmul(a, b, a_scale, b_scale, bias, out, config, 3)
+        kernels.scaled_matmul(a, b, a_scale, b_scale, bias, out, config, config.resident * 3)
         expected = matmul._scaled_matmul(a, b, a_scale, b_scale, bias, dtype)
         if INTERPRETED and dtype is torch.bfloat16:  # its conversion to bfloat16 truncates
             torch.testing.assert_close(out, expected, rtol=2**-7, atol=0)
@@ -103,5 +103,5 @@ def test_sums_of_the_largest_codes_are_exact() -> None:
     a = torch.full((3, 2048), 127, dtype=torch.int8, device=DEVICE)
     ones, out = torch.ones(3, device=DEVICE), torch.empty(3, 3, device=DEVICE)
     for config in CONFIGS:
-        kernels.scaled_matmul(a, -a, ones, ones, None, out, config, 3)
+        kernels.scaled_matmul(a, -a, ones, ones, None, out, config, config.resident * 3)
         assert out.tolist() == [[-2048 * 127.0**2] * 3] * 3

@@ -77,10 +77,12 @@ def launch_all(tokens: int, config: kernels.MatmulConfig) -> None:
     kernels.quantize_columns(x, *columns, *rows)
     weight, weight_scale = torch.zeros(OUT, IN, dtype=torch.int8), torch.ones(OUT)
     out = torch.empty(tokens, OUT, dtype=torch.bfloat16)
-    kernels.scaled_matmul(rows[0], weight, rows[1], weight_scale, None, out, config, 132)
+    kernels.scaled_matmul(rows[0], weight, rows[1], weight_scale, None, out, config, config.resident * 132)
     grad_columns = torch.zeros(OUT, columns[0].shape[1], dtype=torch.int8)
     weight_grad = torch.empty(OUT, IN)
-    kernels.scaled_matmul(grad_columns, columns[0], weight_scale, columns[1], None, weight_grad, config, 132)
+    kernels.scaled_matmul(
+        grad_columns, columns[0], weight_scale, columns[1], None, weight_grad, config, config.resident * 132
+    )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs in a process of its own")

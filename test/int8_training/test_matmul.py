@@ -2,7 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lowbit_optim.int8_training import matmul
 from lowbit_optim.int8_training.matmul import int32_matmul, scaled_matmul
@@ -117,6 +119,25 @@ def test_the_op_is_what_torch_compile_wants_of_ops(k: int, device: str) -> None:
 @pytest.mark.parametrize(("m", "n", "size"), [(8192, 14336, "large"), (128, 256 * 131, "small"), (1, 1, "small")])
 def test_size_classes(m: int, n: int, size: str) -> None:
     assert matmul.size_class(m, n, multiprocessors=132) == size
+
+
+@pytest.mark.parametrize(("world_size", "programs"), [(None, 6), (1, 6), (2, 0)])
+def test_beside_collectives_programs_do_not_go_from_tile_to_tile(
+    world_size: int | None, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = pytest.importorskip("lowbit_optim.int8_training.kernels")
+    launched = []
+    monkeypatch.setattr(kernels, "scaled_matmul", lambda *args: launched.append(args[-1]))
+    monkeypatch.setattr(matmul, "gpu", lambda index: ("sm90", 3))
+    a, b = operand(6, 16, "cpu"), operand(5, 16, "cpu")
+    if world_size:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        matmul._scaled_matmul_triton(a[0], b[0], a[1], b[1], None, torch.bfloat16)
+    finally:
+        if world_size:
+            dist.destroy_process_group()
+    assert launched == [programs]
 
 
 @pytest.mark.parametrize(
