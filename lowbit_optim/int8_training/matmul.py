@@ -161,8 +161,8 @@ def _scaled_matmul_triton(
 def has_collectives() -> bool:
     """Whether NCCL may compute beside a matmul, as it does for FSDP and DDP.
 
-    An H200 with 16 of its 132 multiprocessors taken needs 1.6 times as long for programs that go from tile to tile,
-    and 1.07 times for one program a tile, which alone is slower by 4 to 8 %.
+    With 16 of an H200's 132 multiprocessors held by another kernel, programs that go from tile to tile took 1.5 to 1.75
+    times as long, and one program a tile, which alone is slower by 2 to 8 %, 1.06 to 1.08 times (docs/int8.md).
     """
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
