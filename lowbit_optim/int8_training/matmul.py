@@ -108,8 +108,9 @@ def _matmul_by_parts(a: Tensor, b: Tensor) -> Tensor:
 # --- Triton ----------------------------------------------------------------------------------------------------------
 
 # Architecture -> the fewest multiplications, m * n * k, for which int8 pays.
-# sm90: with this limit whole training steps gained on an H200, and not with 0. The others are estimates.
-smallest_products = {"cpu": 0, "sm100": 60_000_000_000, "sm90": 60_000_000_000, "sm80": 20_000_000_000}
+# sm90: whole training steps were faster on an H200 from 9.4e10 on, and slower up to 9.0e10, where the host took longer
+# than the device. The others are estimates by their rates.
+smallest_products = {"cpu": 0, "sm100": 200_000_000_000, "sm90": 92_000_000_000, "sm80": 30_000_000_000}
 
 
 @functools.cache
