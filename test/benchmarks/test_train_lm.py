@@ -663,6 +663,18 @@ def test_bad_ways_of_being_parallel_get_one_line(options: str, message: str, tex
     assert message in error_line(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(("rank", "printed"), [({}, "main\nend\n"), ({"TORCHELASTIC_RUN_ID": "1"}, "main\n")])
+def test_a_rank_ends_without_the_end_of_python_and_with_its_status(rank: dict[str, str], printed: str):
+    """That end can abort, where a thread of gloo still holds a tensor; what was printed before is not lost."""
+    script = (
+        "import atexit; atexit.register(print, 'end'); from benchmarks.train_lm import leave; print('main'); leave(3)"
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")} | rank
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 3, result.stderr
+    assert result.stdout == printed
+
+
 # --- Memory ----------------------------------------------------------------------------------------------------------
 
 
