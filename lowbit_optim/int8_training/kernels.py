@@ -4,7 +4,8 @@ They repeat, bit for bit, the PyTorch definitions in ``quantize.py`` and ``matmu
 ``enable_fp_fusion=False``: a contracted multiply-add rounds once where the definition rounds twice.
 
 Sizes that change with the number of tokens are not specialised on, so that a new length compiles nothing. Rows of
-codes are multiples of 16 bytes long; kernels get these lengths in units of 16, which tells the compiler so.
+codes are multiples of 16 bytes long; kernels get these lengths in units of 16, which tells the compiler so. Codes and
+scales that are written begin on 16 bytes, since the ops allocate them: keys of launches leave them out.
 """
 
 # The parameters of Triton functions, pointers and tiles, have no Python types.
@@ -42,8 +43,8 @@ def _on_the_tensors_device(fill: Callable[..., None]) -> Callable[..., None]:
     return fill_there
 
 
-def _blocks(size: int, block: int) -> int:
-    """How many blocks hold ``size``; ``triton.cdiv`` takes the host ten times as long."""
+def _cdiv(size: int, block: int) -> int:
+    """As ``triton.cdiv``, which takes the host ten times as long."""
     return -(-size // block)
 
 
@@ -166,7 +167,7 @@ def quantize_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     block_rows = max(1, _WIDEST_ROW // 4 // block_columns)
     launch(
         rows_kernel,
-        (_blocks(rows, block_rows),),
+        (_cdiv(rows, block_rows),),
         (x.dtype, *alignments(x), columns, block_rows, block_columns),
         x,
         codes,
@@ -189,11 +190,11 @@ def quantize_columns(
     rows, columns = x.shape
     by_rows = row_codes is not None
     bits = torch.zeros(columns + (rows if by_rows else 0), dtype=torch.int32, device=x.device)
-    tiles = _blocks(rows, _TILE_ROWS), _blocks(columns, _TILE_COLUMNS)
+    tiles = _cdiv(rows, _TILE_ROWS), _cdiv(columns, _TILE_COLUMNS)
     key = (x.dtype, *alignments(x), columns, by_rows, _TILE_ROWS, _TILE_COLUMNS)
     launch(
         absmax_kernel,
-        (_blocks(tiles[0], _TILES), tiles[1]),
+        (_cdiv(tiles[0], _TILES), tiles[1]),
         (*key, _TILES),
         x,
         bits,
@@ -375,14 +376,11 @@ def scaled_matmul(
     bias: Tensor | None,
     out: Tensor,
     config: MatmulConfig,
-    programs: int = 0,
+    programs: int,
 ) -> None:
-    """Fill ``out``, all tensors contiguous and not empty, by so many programs that go from tile to tile.
-
-    By default by one program a tile.
-    """
+    """Fill ``out``, all tensors contiguous and not empty, by ``programs`` that go from tile to tile; 0: one a tile."""
     (m, k), n = a.shape, b.shape[0]
-    tiles = _blocks(m, config.block_m) * _blocks(n, config.block_n)
+    tiles = _cdiv(m, config.block_m) * _cdiv(n, config.block_n)
     by_descriptor = config.descriptors and n * out.itemsize % 16 == 0
     key = config, out.dtype, n, bias is None or bias.dtype, *alignments(a_scale, b_scale, bias, out)
     rest = a_scale, b_scale, bias, m, n, k // 16, bias is not None

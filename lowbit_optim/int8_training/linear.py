@@ -114,6 +114,10 @@ class Int8MixedPrecisionLinear(nn.Linear):
     Parameters and state dict are those of ``nn.Linear``. :func:`convert_int8_mixed_precision` makes one of an existing
     layer. It takes fp32, bf16 and fp16, with or without autocast, in any leading shape. Products too small to gain run
     as in ``nn.Linear``, and so does all of a call in another dtype.
+
+    Raises:
+        TypeError: in forward, if input or weight is a DTensor, or if their dtypes differ without autocast.
+        ValueError: if the input's last dimension is not ``in_features``.
     """
 
     int8_config: Int8MixedPrecisionConfig

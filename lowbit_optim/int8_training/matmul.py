@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -165,6 +164,7 @@ def has_collectives() -> bool:
     With 16 of an H200's 132 multiprocessors held by another kernel, programs that go from tile to tile took 1.5 to 1.75
     times as long, and one program a tile, which alone is slower by 2 to 8 %, 1.06 to 1.08 times (docs/int8.md).
     """
+    dist = torch.distributed
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
