@@ -17,11 +17,22 @@ from lowbit_optim import codec
 # each tensor; for each PROGRAMS_PER_BUCKET programs the tensor of the first of them; the last tensor.
 FIELDS = ("kind", "param", "exp_avg", "scale", "numel", "row_length", "noise_key", "first_element", "residual")
 N_FIELDS = tl.constexpr(len(FIELDS))
+_KIND = tl.constexpr(FIELDS.index("kind"))
+_PARAM = tl.constexpr(FIELDS.index("param"))
+_EXP_AVG = tl.constexpr(FIELDS.index("exp_avg"))
+_SCALE = tl.constexpr(FIELDS.index("scale"))
+_NUMEL = tl.constexpr(FIELDS.index("numel"))
+_ROW_LENGTH = tl.constexpr(FIELDS.index("row_length"))
+_NOISE_KEY = tl.constexpr(FIELDS.index("noise_key"))
+_FIRST_ELEMENT = tl.constexpr(FIELDS.index("first_element"))
+_RESIDUAL = tl.constexpr(FIELDS.index("residual"))
 PROGRAMS_PER_BUCKET = tl.constexpr(4096)
 
 # Kinds of tensors, as bits. A kernel is compiled for those that occur in a table.
 QUANTIZED = 1
 UNEVEN = 2  # memory that does not begin on 16 bytes, or blocks that do not: each element is loaded by itself
+_QUANTIZED = tl.constexpr(QUANTIZED)
+_UNEVEN = tl.constexpr(UNEVEN)
 N_KINDS = tl.constexpr(4)
 
 # Triton wants its global constants marked
@@ -96,7 +107,7 @@ def lion_kernel(
     tensor = _find_tensor(first_program, first_program + n_tensors, program)
     chunk = program - tl.load(first_program + tensor).to(tl.int32)
     fields = table + n_tensors + tensor * N_FIELDS
-    kind = tl.load(fields)
+    kind = tl.load(fields + _KIND)
     for candidate in tl.static_range(N_KINDS):
         if (KINDS >> candidate) & 1:  # known to the compiler; what is not set costs nothing
             if kind == candidate:
@@ -113,11 +124,11 @@ def lion_kernel(
                     GRAD,
                     STOCHASTIC,
                     RESIDUAL_BITS,
-                    BLOCK if candidate & 1 else WIDTH,
+                    BLOCK if _QUANTIZED & candidate else WIDTH,
                     WIDTH,
-                    UNEVEN_ROWS if candidate & 2 else ROWS,
-                    candidate & 1,
-                    candidate & 2,
+                    UNEVEN_ROWS if _UNEVEN & candidate else ROWS,
+                    _QUANTIZED & candidate,
+                    _UNEVEN & candidate,
                 )
 
 
@@ -152,25 +163,24 @@ def _step_blocks(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    UNEVEN: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr,
+    IS_UNEVEN: tl.constexpr,
 ):
-    lr, decay, beta1, grad_weight1, beta2, grad_weight2 = scalars
     first_block = chunk.to(tl.int64) * ROWS
-    param_ptr = tl.load(fields + 1).to(tl.pointer_type(PARAM))
+    param_ptr = tl.load(fields + _PARAM).to(tl.pointer_type(PARAM))
     grad_ptr = tl.load(grad).to(tl.pointer_type(GRAD))
-    exp_avg_ptr = tl.load(fields + 2).to(tl.pointer_type(tl.int8 if QUANTIZED else tl.float32))
-    scale_ptr = tl.load(fields + 3).to(tl.pointer_type(tl.int16)) + first_block
+    exp_avg_ptr = tl.load(fields + _EXP_AVG).to(tl.pointer_type(tl.int8 if IS_QUANTIZED else tl.float32))
+    scale_ptr = tl.load(fields + _SCALE).to(tl.pointer_type(tl.int16)) + first_block
     residual_ptr = None
     if RESIDUAL_BITS:
-        residual_ptr = tl.load(fields + 8).to(tl.pointer_type(tl.int8 if RESIDUAL_BITS == 8 else tl.int16))
-    numel = tl.load(fields + 4)
+        residual_ptr = tl.load(fields + _RESIDUAL).to(tl.pointer_type(tl.int8 if RESIDUAL_BITS == 8 else tl.int16))
+    numel = tl.load(fields + _NUMEL)
     if found_inf is not None:
         numel = tl.where(tl.load(found_inf) == 0, numel, 0)
 
-    first_element = tl.load(fields + 7)  # of a shard, in the whole parameter: noise follows that
-    if UNEVEN:
-        row_length = tl.load(fields + 5)
+    first_element = tl.load(fields + _FIRST_ELEMENT)  # of a shard, in the whole parameter: noise follows that
+    if IS_UNEVEN:
+        row_length = tl.load(fields + _ROW_LENGTH)
         places = _uneven_places(first_block, numel, row_length, first_element, BLOCK, WIDTH, ROWS)
     else:
         places = _even_places(first_block, numel, first_element, WIDTH, ROWS)
@@ -178,7 +188,7 @@ def _step_blocks(
         grad_ptr = tl.multiple_of(grad_ptr, 16)
         # codes are aligned to 16, too, but then a thread would have 16 elements, and bfloat16 weights would be
         # exchanged among threads before they are stored
-        exp_avg_ptr = tl.multiple_of(exp_avg_ptr, 8 if QUANTIZED else 16)
+        exp_avg_ptr = tl.multiple_of(exp_avg_ptr, 8 if IS_QUANTIZED else 16)
         if RESIDUAL_BITS:
             residual_ptr = tl.multiple_of(residual_ptr, RESIDUAL_BITS)
     rows, has_block, first, offset, mask, group, lane = places
@@ -197,32 +207,29 @@ def _step_blocks(
     if inverse_grad_scale is not None:
         g = g * tl.load(inverse_grad_scale)
     m = tl.load(exp_avg_ptr + offset, mask, other=0, volatile=True)
-    if QUANTIZED:
+    if IS_QUANTIZED:
         m = _decode(m, tl.load(scale_ptr + rows, has_block, other=0))
     if RESIDUAL_BITS:
         p = _merge_weight(p, residual, PARAM, RESIDUAL_BITS)
     else:
         p = p.to(tl.float32)
 
-    p = p - decay * p
-    p = _minus_signed(p, lr, beta1 * m + grad_weight1 * g)
-    m = beta2 * m
-    m = tl.where(tl.abs(g) < float("inf"), m + grad_weight2 * g, m)
+    p, m = _lion(p, g, m, scalars)
 
     residual = None
     noise = None
     if STOCHASTIC:
-        noise = _rounding_noise(group, lane, tl.load(fields + 6), step)
+        noise = _rounding_noise(group, lane, tl.load(fields + _NOISE_KEY), step)
     if RESIDUAL_BITS:
         p, residual = _split_weight(p, noise, PARAM, RESIDUAL_BITS)
     elif STOCHASTIC:
         p = _stochastic_round(p, noise, PARAM)
     if LR_MAY_BE_ZERO:
-        if lr != 0.0:  # 0 * inf is NaN, and 0 + -0.0 is 0.0
+        if scalars[0] != 0.0:  # 0 * inf is NaN, and 0 + -0.0 is 0.0
             _store_weight(param_ptr, residual_ptr, offset, mask, p, residual)
     else:
         _store_weight(param_ptr, residual_ptr, offset, mask, p, residual)
-    if QUANTIZED:
+    if IS_QUANTIZED:
         scale = _scale_from_absmax(tl.max(tl.abs(m), axis=1))
         tl.store(scale_ptr + rows, (scale.to(tl.int32, bitcast=True) >> _SCALE_SHIFT).to(tl.int16), has_block)
         m = _encode(m, scale)
@@ -276,6 +283,16 @@ def _uneven_places(
     index = (first_element % _NOISE_LANES).to(tl.int32) + offset
     group = (first_element // _NOISE_LANES).to(tl.int32) + index // _NOISE_LANES
     return rows, has_block, first, offset, mask, group, index % _NOISE_LANES
+
+
+@triton.jit
+def _lion(p, g, m, scalars):
+    """Weight and momentum after a step, all float32."""
+    lr, decay, beta1, grad_weight1, beta2, grad_weight2 = scalars
+    p = p - decay * p
+    p = _minus_signed(p, lr, beta1 * m + grad_weight1 * g)
+    m = beta2 * m
+    return p, tl.where(tl.abs(g) < float("inf"), m + grad_weight2 * g, m)
 
 
 @triton.jit
