@@ -1,6 +1,6 @@
 """What is done in int8."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torchao.core.config import AOBaseConfig
 
@@ -13,8 +13,17 @@ class Int8MixedPrecisionConfig(AOBaseConfig):
         output: ``input @ weight.T``, in the forward pass.
         grad_input: ``grad_output @ weight``, in the backward pass.
         grad_weight: ``grad_output.T @ input``, in the backward pass.
+
+    Raises:
+        TypeError: for a value that is not a bool.
     """
 
     output: bool = True
     grad_input: bool = True
     grad_weight: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{field.name} is {value!r}, True or False is expected")

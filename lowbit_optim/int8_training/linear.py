@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 # The default filter's limits.
 MAX_OUT_FEATURES = 32_000  # exclusive; from here on a vocabulary: the logits' precision matters, and a loss reads them
 MIN_FEATURES = 512
+# Of the tensor subclasses that a weight can be; a filter of one's own may let others through.
+_READABLE_WEIGHTS = ("DTensor", "NF4Tensor", "Int8MixedPrecisionTrainingLinearWeight")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -124,10 +126,11 @@ class Int8MixedPrecisionLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check(input)
-        rows = input.reshape(-1, self.in_features)
-        enough = rows.shape[0] * self.in_features * self.out_features >= smallest_product(input.device)
-        if not enough or input.dtype not in _DTYPES:
+        if input.is_nested or input.dtype not in _DTYPES or not self.in_features:
             return super().forward(input)
+        if input.numel() * self.out_features < smallest_product(input.device):
+            return super().forward(input)
+        rows = input.reshape(-1, self.in_features)
         dtype = _autocast_dtype(input.device.type) or input.dtype
         records = torch.is_grad_enabled()
         output = _Int8Linear.apply(rows, self.weight, self.bias, self.int8_config, dtype, records)
@@ -140,8 +143,9 @@ class Int8MixedPrecisionLinear(nn.Linear):
                 "an int8 linear layer takes plain tensors, not DTensors: FSDP2 gathers its weights before use and "
                 "works, tensor parallelism does not; leave these layers out with filter_fn"
             )
-        if input.shape[-1] != self.in_features:
-            raise ValueError(f"input has {input.shape[-1]} features in its last dimension, expected {self.in_features}")
+        if input.ndim == 0 or input.shape[-1] != self.in_features:
+            features = "no dimension" if input.ndim == 0 else f"{input.shape[-1]} features in its last dimension"
+            raise ValueError(f"input has {features}, expected {self.in_features}")
         if input.dtype != self.weight.dtype and not (
             _autocast_dtype(input.device.type) or _is_stored_otherwise(self.weight)
         ):
@@ -168,6 +172,8 @@ def reason_to_leave(module: nn.Module) -> str | None:
     smaller = min(module.in_features, module.out_features)
     if smaller < MIN_FEATURES:
         return f"{smaller} features on one side, fewer than {MIN_FEATURES}: too small to gain"
+    if _is_stored_otherwise(module.weight) and type(module.weight).__name__ not in _READABLE_WEIGHTS:
+        return f"its weight is stored as {type(module.weight).__name__}, which may not decode on conversion to a dtype"
     return None
 
 
@@ -193,11 +199,18 @@ def convert_int8_mixed_precision(
         filter_fn: takes a linear layer and its name, and says whether to convert it. Default: those for which
             :func:`reason_to_leave` gives none. Unknown subclasses of ``nn.Linear`` are never converted.
 
+    Raises:
+        TypeError: if ``config`` is something else.
+
     Returns:
         ``model``. The logger of this module tells, at level INFO, why a linear layer was left as it is; a warning says
         if all were.
     """
-    config = config or Int8MixedPrecisionConfig()
+    config = Int8MixedPrecisionConfig() if config is None else config
+    if not isinstance(config, Int8MixedPrecisionConfig):
+        raise TypeError(
+            f"config is {config!r}, an Int8MixedPrecisionConfig or None is expected; a filter is filter_fn=..."
+        )
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue

@@ -59,7 +59,7 @@ def _quantize_rows(x: Tensor) -> Quantized:
     if x.numel() == 0:
         codes, scale = _empty_rows(x)
         return codes.zero_(), scale.fill_(SMALLEST_SCALE)
-    x = x.float()
+    x = x.float().contiguous()
     # torch would multiply by the reciprocal of a number of the host's
     scale = (x.abs().amax(1) / torch.full((), 127.0, device=x.device)).clamp(min=SMALLEST_SCALE)
     codes = (x * (1.0 / scale)[:, None]).round_()

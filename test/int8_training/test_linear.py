@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torchao import quantize_
 from torchao.prototype.quantized_training import int8_mixed_precision_training
-from torchao.quantization import to_nf4
+from torchao.quantization import Int8WeightOnlyConfig, to_nf4
 
 from lowbit_optim import Lion8bit
 from lowbit_optim.int8_training import (
@@ -217,6 +217,17 @@ def test_other_dtypes_run_as_before(device: str) -> None:
     assert all(map(torch.equal, plain, run(convert(layer), x, grad)))
 
 
+def test_without_features_and_for_nested_tensors_runs_as_before(device: str) -> None:
+    layer, x, grad = make_case(8, 0, 48, torch.float32, device, bias=True)
+    plain = run(layer, x, grad)
+    assert all(map(torch.equal, plain, run(convert(layer), x, grad)))
+
+    layer = nn.Linear(64, 48, device=device)
+    nested = torch.nested.nested_tensor([torch.randn(n, 64, device=device) for n in (3, 5)], layout=torch.jagged)
+    plain = layer(nested).values()
+    assert torch.equal(convert(layer)(nested).values(), plain)
+
+
 def test_accumulation_over_calls(device: str) -> None:
     layer, x, grad = make_case(32, 64, 48, torch.float32, device, bias=True)
     convert(layer)
@@ -394,6 +405,21 @@ def test_compiled_is_eager(autocast: bool, device: str) -> None:
 
 
 @pytest.mark.compiler
+def test_transposed_operands_compile(device: str) -> None:
+    layer, x, _ = make_case(48, 48, 48, torch.float32, device)
+    layer.weight = nn.Parameter(layer.weight.detach().t())
+    convert(layer)
+
+    def loss(x: Tensor, layer: nn.Module) -> Tensor:
+        return (layer(x.t()).t() @ x).square().sum()
+
+    torch._dynamo.reset()
+    expected = torch.autograd.grad(loss(x, layer), layer.weight)
+    (got,) = torch.autograd.grad(torch.compile(loss)(x, layer), layer.weight)
+    torch.testing.assert_close(got, *expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.compiler
 def test_a_new_length_compiles_nothing_after_the_second(device: str) -> None:
     model = mlp(device)
     torch._dynamo.reset()
@@ -460,6 +486,16 @@ def test_the_default_filter_leaves_out_what_does_not_gain(caplog: pytest.LogCapt
     assert "OwnLinear is not nn.Linear itself" in reason_to_leave(model["own"])
     assert "LM head" in reason_to_leave(model["head"])
     assert {message.split()[0] for message in caplog.messages} == {"small", "own", "head", "attention.out_proj"}
+
+
+def test_the_default_filter_leaves_weights_that_do_not_decode() -> None:
+    model = nn.Sequential(nn.Linear(512, 512))
+    quantize_(model, Int8WeightOnlyConfig())
+    x = torch.randn(2, 512)
+    plain = model(x)
+    convert_int8_mixed_precision(model)
+    assert torch.equal(model(x), plain)
+    assert f"stored as {type(model[0].weight).__name__}" in reason_to_leave(model[0])
 
 
 def test_a_model_of_which_nothing_is_converted_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -551,13 +587,19 @@ def test_the_config_is_frozen_and_takes_keywords_only() -> None:
         config.output = False
     with pytest.raises(TypeError):
         Int8MixedPrecisionConfig(True)
+    with pytest.raises(TypeError, match="output is 'no', True or False is expected"):
+        Int8MixedPrecisionConfig(output="no")
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_errors_say_what_came_in(device: str) -> None:
+    with pytest.raises(TypeError, match="a filter is filter_fn"):
+        convert_int8_mixed_precision(nn.Linear(64, 48), anything)
     layer = convert(nn.Linear(64, 48, device=device))
+    with pytest.raises(ValueError, match="input has no dimension, expected 64"):
+        layer(torch.tensor(1.0, device=device))
     with pytest.raises(ValueError, match="input has 32 features in its last dimension, expected 64"):
         layer(torch.randn(2, 32, device=device))
     with pytest.raises(TypeError, match=r"input is torch.bfloat16, the weight torch.float32"):

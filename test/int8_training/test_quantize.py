@@ -102,8 +102,9 @@ def test_the_input_stays_as_it_is_and_may_have_any_strides(device: str) -> None:
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("shape", [(6, 20), (0, 5)])
+@pytest.mark.parametrize("shape", [(6, 20), (48, 16), (0, 5)])
 @pytest.mark.parametrize("name", ["quantize_rows", "quantize_columns", "quantize_rows_and_columns"])
 def test_the_ops_are_what_torch_compile_wants_of_ops(name: str, shape: tuple[int, int], device: str) -> None:
     op = getattr(torch.ops.lowbit_optim, name).default
     torch.library.opcheck(op, (torch.randn(shape, device=device),))
+    torch.library.opcheck(op, (torch.randn(shape[::-1], device=device).t(),))
