@@ -398,13 +398,11 @@ class LowBitOptimizer(Optimizer):
             noise = self._noise(p, residual, index, group)
             _update_param(update, p, grad, exp_avg, residual, on_device[p.device], noise)
 
-    def _noise(
-        self, p: Tensor, residual: Tensor | None, index: int, group: dict[str, Any]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _noise(self, p: Tensor, residual: Tensor | None, index: int, group: dict[str, Any]) -> codec.Noise | None:
         is_rounded = p.dtype != torch.float32 and (residual is None or residual.dtype == torch.int8)
         if not group["stochastic_rounding"] or not is_rounded:
-            return None, None
-        return _noise_key(group["seed"], index), on_device(group["step"], p.device)
+            return None
+        return codec.Noise(_noise_key(group["seed"], index), on_device(group["step"], p.device))
 
     # --- Fused step -------------------------------------------------------------------------------------------------
 
@@ -470,7 +468,7 @@ def _update_param(
     exp_avg: Tensor,
     residual: Tensor | None,
     scalars: tuple[Tensor, ...],
-    noise: tuple[Tensor | None, Tensor | None],
+    noise: codec.Noise | None,
 ) -> None:
     """What this rank holds of ``p``. Where its memory is not simply its elements in order, on a copy of them."""
     local = shards.to_local(p)
@@ -478,9 +476,9 @@ def _update_param(
     # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
     values = shards.plain_copy(local) if copied else local.detach()
     grad = sharding.local_grad(p, grad).resolve_neg().contiguous()
-    for step in sharding.local_steps(p, values, grad, exp_avg, residual, noisy=noise[0] is not None):
+    for step in sharding.local_steps(p, values, grad, exp_avg, residual, noise):
         tensors = step.param, step.grad, step.exp_avg
-        update(*tensors, *scalars, *noise, step.position, master_residual=step.master_residual)
+        update(*tensors, *scalars, noise=step.noise, master_residual=step.master_residual)
     if copied:
         local.copy_(values)
 

@@ -155,20 +155,17 @@ def local_grad(p: Any, grad: Any) -> Tensor:
 
 
 class LocalStep(NamedTuple):
-    """What to call an update function on: plain tensors of one shape, which lie at ``position`` in the parameter.
-
-    None: at the same indices, or the position does not matter.
-    """
+    """What to call an update function on: plain tensors of one shape, and the noise of where they lie."""
 
     param: Tensor
     grad: Tensor
     exp_avg: Tensor
     master_residual: Tensor | None
-    position: codec.Position | None
+    noise: codec.Noise | None
 
 
 def local_steps(
-    whole: Tensor, param: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, noisy: bool
+    whole: Tensor, param: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, noise: codec.Noise | None
 ) -> Iterator[LocalStep]:
     """One for most shards; none for an empty one.
 
@@ -178,17 +175,18 @@ def local_steps(
         exp_avg: its momentum: an ``OptimState8bit`` whose blocks are held whole, or a float tensor, or of such the
             local part.
         residual: the master weights', sharded like the parameter; None if there are none.
-        noisy: whether weights are rounded stochastically, so that the position matters.
+        noise: of the parameter; None if its weights are not rounded stochastically.
     """
     if not shards.is_dtensor(whole):
-        yield LocalStep(param, grad, exp_avg, residual, None)
+        yield LocalStep(param, grad, exp_avg, residual, noise)
         return
     residual = None if residual is None else shards.to_local(residual)
     exp_avg = exp_avg.local_rows() if isinstance(exp_avg, BlockwiseTensor) else shards.to_local(exp_avg)
     pieces = shards.shard_of(whole).pieces
-    if pieces and not noisy:
-        weights, gradients, fine = _shaped_like(exp_avg, param, grad, residual)
-        yield LocalStep(weights, gradients, exp_avg, fine, None)
+    if noise is None:  # then it does not matter where elements lie
+        if pieces:
+            weights, gradients, fine = _shaped_like(exp_avg, param, grad, residual)
+            yield LocalStep(weights, gradients, exp_avg, fine, None)
         return
     start = 0
     for piece in pieces:
@@ -196,7 +194,7 @@ def local_steps(
         state = exp_avg if len(pieces) == 1 else _slice(exp_avg, start, end)
         parts = [x if x is None else x.view(-1)[start:end] for x in (param, grad, residual)]
         weights, gradients, fine = _shaped_like(state, *parts)
-        yield LocalStep(weights, gradients, state, fine, piece.position())
+        yield LocalStep(weights, gradients, state, fine, noise._replace(position=piece.position()))
         start = end
 
 

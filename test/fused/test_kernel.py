@@ -74,9 +74,9 @@ def reference(
 ) -> None:
     scalars = [torch.tensor(value, dtype=torch.float32) for value in SCALARS]
     for i, (p, g, m) in enumerate(zip(params, grads, states, strict=True)):
-        noise = (torch.tensor(codec.noise_key(0, i)), torch.tensor(step))
-        noise = noise if rounding and p.dtype != torch.float32 else (None, None)
-        lion_update(p, g, m, *scalars, *noise, master_residual=residuals[i] if residuals else None)
+        noise = codec.Noise(torch.tensor(codec.noise_key(0, i)), torch.tensor(step))
+        noise = noise if rounding and p.dtype != torch.float32 else None
+        lion_update(p, g, m, *scalars, noise, residuals[i] if residuals else None)
 
 
 def residuals_of(params: list[Tensor], bits: int) -> list[Tensor]:
