@@ -29,15 +29,16 @@ from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 _OPTIONS = {"emulate_precision_casts": True}
 _MAX_GRAPHS = 64  # dtypes x rounding x block sizes x layouts; Dynamo's own limit is 8
 
-UpdateFunction = Callable[..., None]
+UpdateFunction = Callable[..., None]  # as lion_update: each has scalars of its own between what all have
 
 
 class CompiledUpdate:
-    """Calls ``update(param, grad, exp_avg, *scalars, noise, master_residual)`` in place, compiled where that works.
+    """Calls ``update(param, grad, exp_avg, *scalars, noise=..., master_residual=...)``, compiled where that works.
 
     Args:
         update: writes ``param``, ``exp_avg`` and ``master_residual``. Momentum is an ``OptimState8bit`` or a float
-            tensor; the others are plain, contiguous, and shaped like it; ``scalars`` are 0-D tensors or None.
+            tensor; the other two and ``grad`` are plain, contiguous, and shaped like it. ``scalars`` are 0-D float32
+            tensors; ``noise`` and ``master_residual`` may be None.
     """
 
     def __init__(self, update: UpdateFunction) -> None:
@@ -52,11 +53,11 @@ class CompiledUpdate:
         param: Tensor,
         grad: Tensor,
         exp_avg: Tensor,
-        *scalars: Tensor | None,
+        *scalars: Tensor,
         noise: codec.Noise | None = None,
         master_residual: Tensor | None = None,
     ) -> None:
-        """One step of one parameter. Any shape; ``param``, ``grad`` and ``master_residual`` contiguous."""
+        """One step of one parameter, of any shape."""
         param, grad, exp_avg = _as_rows(param, grad, exp_avg)
         residual = None if master_residual is None else master_residual.view(param.shape)
         kind = _kind(exp_avg)
@@ -90,7 +91,7 @@ class CompiledUpdate:
         param: Tensor,
         grad: Tensor,
         exp_avg: Tensor,
-        *scalars: Tensor | None,
+        *scalars: Tensor,
         noise: codec.Noise | None,
         residual: Tensor | None,
     ) -> None:
@@ -118,7 +119,7 @@ class CompiledUpdate:
             )
 
 
-def _on_parts(update: UpdateFunction) -> UpdateFunction:
+def _on_parts(update: UpdateFunction) -> Callable[..., None]:
     """``update`` with the momentum given as parts: Dynamo cannot leave the sizes of a subclass unbacked."""
 
     def update_on_parts(
@@ -129,7 +130,7 @@ def _on_parts(update: UpdateFunction) -> UpdateFunction:
         grad: Tensor,
         codes: Tensor,
         scale: Tensor,
-        *scalars: Tensor | None,
+        *scalars: Tensor,
         noise: codec.Noise | None,
         master_residual: Tensor | None,
     ) -> None:
