@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit_optim import codec, shards
 from lowbit_optim.subclasses import OptimState8bit
-from lowbit_optim.subclasses.blockwise import BlockwiseTensor
+from lowbit_optim.subclasses.blockwise import BlockwiseTensor, parts
 
 # --- State ----------------------------------------------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ def store(target: Tensor, momentum: Tensor) -> None:
         momentum = _whole(momentum)
         if isinstance(target, BlockwiseTensor):
             momentum = target.from_float(momentum, target.block_size)
-    for part, source in zip(_parts(target), _parts(momentum), strict=True):
+    for part, source in zip(parts(target), parts(momentum), strict=True):
         shards.copy_(part, source)
 
 
@@ -65,13 +65,13 @@ def store_residual(target: Tensor, residual: Tensor) -> None:
 def _whole(momentum: Tensor) -> Tensor:
     """Gathered and decoded."""
     if isinstance(momentum, BlockwiseTensor):
-        codes, scale = map(shards.full, _parts(momentum))
-        return type(momentum)(codes, scale, momentum.block_size).dequantize()
+        codes, scale = map(shards.full, parts(momentum))
+        return momentum.with_parts(codes, scale).dequantize(torch.float32)
     return shards.full(momentum)
 
 
 def _is_sharded(momentum: Tensor) -> bool:
-    return shards.is_dtensor(_parts(momentum)[0])
+    return shards.is_dtensor(parts(momentum)[0])
 
 
 def map_parts(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -82,8 +82,7 @@ def map_parts(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if state is None:
         return None
     if isinstance(state, BlockwiseTensor):
-        codes, scale = (map_parts(part, function) for part in _parts(state))
-        return type(state)(codes, scale, state.block_size, state.dtype)
+        return state.with_parts(*(map_parts(part, function) for part in parts(state)))
     if shards.is_dtensor(state):
         return shards.from_local(function(shards.to_local(state)), state, state.shape, state.placements)
     return function(state)
@@ -91,11 +90,7 @@ def map_parts(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def local_parts(state: Any) -> list[Tensor]:
     """What :func:`map_parts` calls its function with."""
-    return [] if state is None else [shards.to_local(part) for part in _parts(state)]
-
-
-def _parts(momentum: Tensor) -> tuple[Tensor, ...]:
-    return (momentum.codes, momentum.scale) if isinstance(momentum, BlockwiseTensor) else (momentum,)
+    return [] if state is None else [shards.to_local(part) for part in parts(state)]
 
 
 def _block_size(momentum: Tensor) -> int | None:
@@ -192,8 +187,8 @@ def local_steps(
     for piece in pieces:
         end = start + piece.rows * piece.length
         state = exp_avg if len(pieces) == 1 else _slice(exp_avg, start, end)
-        parts = [x if x is None else x.view(-1)[start:end] for x in (param, grad, residual)]
-        weights, gradients, fine = _shaped_like(state, *parts)
+        cut = [x if x is None else x.view(-1)[start:end] for x in (param, grad, residual)]
+        weights, gradients, fine = _shaped_like(state, *cut)
         yield LocalStep(weights, gradients, state, fine, noise._replace(position=piece.position()))
         start = end
 
@@ -235,7 +230,7 @@ def _slice(exp_avg: Tensor, start: int, end: int) -> Tensor:
     part_blocks = codec.blocks_per_row(part_length, exp_avg.block_size)
     first = start // row_length * n_blocks + start % row_length // exp_avg.block_size
     scale = exp_avg.scale.view(-1)[first : first + codes.shape[0] * part_blocks].view(-1, part_blocks)
-    return type(exp_avg)(codes, scale, exp_avg.block_size, exp_avg.dtype)
+    return exp_avg.with_parts(codes, scale)
 
 
 class SharedBlocks:
@@ -280,8 +275,8 @@ class SharedBlocks:
         reduced = torch.cat([x.flatten().to(mesh.device_type) for x in maxima])
         for dim in shared:
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        parts = reduced.split([x.numel() for x in maxima])
-        return [part.view(x.shape).to(x.device) for part, x in zip(parts, maxima, strict=True)]
+        pieces = reduced.split([x.numel() for x in maxima])
+        return [piece.view(x.shape).to(x.device) for piece, x in zip(pieces, maxima, strict=True)]
 
 
 def _maxima(exp_avg: BlockwiseTensor, values: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """The host's side of the fused step: which tensors share a launch, and the table in which the kernel finds them."""
 
-import weakref
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +18,7 @@ from lowbit_optim.fused.kernel import FIELDS, PROGRAMS_PER_BUCKET, QUANTIZED, UN
 from lowbit_optim.hyperparameters import is_capturing
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 from lowbit_optim.triton_launch import alignments, launch
-from lowbit_optim.updates import Updates
+from lowbit_optim.updates import Updates, watch
 
 # torch's own, and not in every build of it
 try:
@@ -170,7 +169,7 @@ class _States:
         self._is_float = [not isinstance(exp_avg, BlockwiseTensor) for exp_avg in exp_avgs]
         self._floats = _Addresses(self._select_floats(exp_avgs))
         self._addresses = list(map(_addresses, exp_avgs))
-        self._watches = [weakref.ref(x, self._forget_ids) for exp_avg in exp_avgs for x in (exp_avg, *_parts(exp_avg))]
+        self._watches = watch(exp_avgs, self._forget_ids)
 
     def _forget_ids(self, _: Any) -> None:
         """One has been freed: another object may get its id."""
@@ -184,10 +183,6 @@ class _States:
         if self._ids == list(map(id, exp_avgs)):  # but ``exp_avg.data`` can be replaced
             return self._floats.are_those_of(self._select_floats(exp_avgs))
         return self._addresses == list(map(_addresses, exp_avgs))
-
-
-def _parts(exp_avg: Tensor) -> tuple[Tensor, ...]:
-    return (exp_avg.codes, exp_avg.scale) if isinstance(exp_avg, BlockwiseTensor) else ()
 
 
 def _addresses(exp_avg: Tensor) -> tuple[int, ...]:
