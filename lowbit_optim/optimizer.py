@@ -28,6 +28,8 @@ from lowbit_optim.hyperparameters import (
     step_as_tensor,
 )
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
+from lowbit_optim.subclasses import OptimState8bit
+from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 from lowbit_optim.updates import NO_UPDATES, LocalUpdates, Updates, check_dtype
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -76,7 +78,7 @@ class _GroupStep:
 
 
 class LowBitOptimizer(Optimizer):
-    """Keeps one momentum a parameter, in 8 bits where that pays, and steps with :attr:`update`.
+    """Keeps one momentum a parameter, as a :attr:`state_class` where that pays, and steps with :attr:`update`.
 
     Args:
         params: parameters, named parameters or group dicts, as in torch.optim.
@@ -84,6 +86,7 @@ class LowBitOptimizer(Optimizer):
     """
 
     update: ClassVar[UpdateFunction]
+    state_class: ClassVar[type[BlockwiseTensor]] = OptimState8bit  # of quantised momentum
     _release: Any = None  # the GradientRelease that steps parameters inside backward, if there is one
 
     def _scalars(self, group: Mapping[str, Any]) -> tuple[float | Tensor, ...]:
@@ -146,10 +149,15 @@ class LowBitOptimizer(Optimizer):
         """Zero state, contiguous; of DTensors if the parameter is one, else of plain tensors."""
         sharding.check_not_flattened(p)
         check_dtype(p)
-        state = {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
+        state: dict[str, Tensor] = {"exp_avg": self._new_momentum(p, group)}
         if group["master_weight_bits"] and p.dtype != torch.float32:
             state["master_residual"] = sharding.zeros_like(p, codec.RESIDUAL_DTYPES[group["master_weight_bits"]])
         return state
+
+    def _new_momentum(self, p: Tensor, group: Mapping[str, Any]) -> Tensor:
+        if self._is_quantized(p, group):
+            return sharding.zeros(p, self.state_class, group["block_size"])
+        return sharding.zeros_like(p, torch.float32)
 
     @torch.compiler.disable
     def _init_missing_state(self) -> None:

@@ -10,23 +10,20 @@ import torch
 from torch import Tensor
 
 from lowbit_optim import codec, shards
-from lowbit_optim.subclasses import OptimState8bit
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor, parts
 
 # --- State ----------------------------------------------------------------------------------------------------------
 
 
-def zeros(p: Tensor, block_size: int | None) -> Tensor:
-    """Zero momentum shaped and sharded like ``p``, on the device of its shard; float32 if ``block_size`` is None."""
-    if block_size is None:
-        return zeros_like(p, torch.float32)
+def zeros(p: Tensor, state_class: type[BlockwiseTensor], block_size: int) -> BlockwiseTensor:
+    """Zero momentum shaped and sharded like ``p``, on the device of its shard."""
     if not shards.is_dtensor(p):
-        return OptimState8bit.zeros(p.shape, block_size, device=p.device)
+        return state_class.zeros(p.shape, block_size, device=p.device)
+    whole = state_class.zeros(p.shape, block_size, device="meta")
     layout = shards.block_layout(p, block_size)
-    codes = zeros_like(p, torch.int8)
-    scale = torch.zeros(layout.scale_shape, dtype=codec.SCALE_DTYPE, device=shards.to_local(codes).device)
-    scale_shape = codec.scale_shape(p.shape, block_size)
-    return OptimState8bit(codes, shards.from_local(scale, p, scale_shape, layout.scale_placements), block_size)
+    codes = zeros_like(p, whole.codes.dtype)
+    scale = torch.zeros(layout.scale_shape, dtype=whole.scale.dtype, device=shards.to_local(codes).device)
+    return whole.with_parts(codes, shards.from_local(scale, p, whole.scale.shape, layout.scale_placements))
 
 
 def zeros_like(p: Any, dtype: torch.dtype) -> Tensor:
@@ -40,13 +37,13 @@ def zeros_like(p: Any, dtype: torch.dtype) -> Tensor:
 def store(target: Tensor, momentum: Tensor) -> None:
     """Write ``momentum`` into state of the same shape, whichever of the two are sharded or quantised, and how.
 
-    Bits are kept where both are quantised with one block size. Sharded momentum that ``target`` holds otherwise is
+    Bits are kept where both are quantised alike. Sharded momentum that ``target`` holds otherwise is
     gathered, one whole tensor at a time, which is a collective call.
     """
     if not _is_sharded(target) and not _is_sharded(momentum):
         target.copy_(momentum.to(target.device))
         return
-    if _block_size(target) != _block_size(momentum):
+    if _format(target) != _format(momentum):
         momentum = _whole(momentum)
         if isinstance(target, BlockwiseTensor):
             momentum = target.from_float(momentum, target.block_size)
@@ -93,8 +90,8 @@ def local_parts(state: Any) -> list[Tensor]:
     return [] if state is None else [shards.to_local(part) for part in parts(state)]
 
 
-def _block_size(momentum: Tensor) -> int | None:
-    return momentum.block_size if isinstance(momentum, BlockwiseTensor) else None
+def _format(momentum: Tensor) -> tuple[type[BlockwiseTensor], int] | None:
+    return (type(momentum), momentum.block_size) if isinstance(momentum, BlockwiseTensor) else None
 
 
 # --- What can be stepped --------------------------------------------------------------------------------------------
