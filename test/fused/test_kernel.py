@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit_optim import codec
 from lowbit_optim.lion import lion_update
 from lowbit_optim.subclasses import OptimState8bit
-from lowbit_optim.updates import Updates
+from lowbit_optim.updates import FusedOptions, Updates
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -117,7 +117,7 @@ class Fused:
         n = len(params)
         fine = [None] * n if residuals is None else residuals
         updates = Updates(params, grads, states, fine, list(range(n)), [0] * n if firsts is None else firsts)
-        options = (block_size, 0, rounding, None if residuals is None else 24)
+        options = FusedOptions(block_size, 0, rounding, None if residuals is None else 24)
         if not self.step.takes(updates, options):
             self.step.plan(updates, options)
             self.plans += 1
