@@ -280,6 +280,27 @@ def element_index(
     return (position(group) if position is not None and in_groups else group), lane
 
 
+class Noise(NamedTuple):
+    """The noise of one parameter in one step.
+
+    Args:
+        key, step: 0-D int64, as :func:`rounding_noise` takes them.
+        position: of a shard in the parameter; None: it is the whole, or lies at the same indices.
+    """
+
+    key: Tensor
+    step: Tensor
+    position: Position | None = None
+
+
+def noise_of(param: Tensor, noise: Noise | None) -> Tensor | None:
+    """What :func:`write_weight` takes: :func:`rounding_noise` shaped like ``param``, contiguous; None for None."""
+    if noise is None:
+        return None
+    group, lane = element_index(param.shape, param.device, noise.position)
+    return rounding_noise(group, lane, noise.key, noise.step)
+
+
 def noise_key(seed: int, parameter_index: int) -> int:
     """A 64-bit key (as a signed int) for the noise of one parameter, by SplitMix64's finaliser."""
     mask = (1 << 64) - 1

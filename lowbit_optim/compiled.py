@@ -29,15 +29,16 @@ from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 _OPTIONS = {"emulate_precision_casts": True}
 _MAX_GRAPHS = 64  # dtypes x rounding x block sizes x layouts; Dynamo's own limit is 8
 
-UpdateFunction = Callable[..., None]
+UpdateFunction = Callable[..., None]  # as lion_update: each has scalars of its own between what all have
 
 
 class CompiledUpdate:
-    """Calls ``update(param, grad, exp_avg, *scalars, master_residual=None)`` in place, compiled where that works.
+    """Calls ``update(param, grad, exp_avg, *scalars, noise=..., master_residual=...)``, compiled where that works.
 
     Args:
         update: writes ``param``, ``exp_avg`` and ``master_residual``. Momentum is an ``OptimState8bit`` or a float
-            tensor; the others are plain, contiguous, and shaped like it; ``scalars`` are 0-D tensors or None.
+            tensor; the other two and ``grad`` are plain, contiguous, and shaped like it. ``scalars`` are 0-D float32
+            tensors; ``noise`` and ``master_residual`` may be None.
     """
 
     def __init__(self, update: UpdateFunction) -> None:
@@ -52,22 +53,23 @@ class CompiledUpdate:
         param: Tensor,
         grad: Tensor,
         exp_avg: Tensor,
-        *scalars: Tensor | None,
+        *scalars: Tensor,
+        noise: codec.Noise | None = None,
         master_residual: Tensor | None = None,
     ) -> None:
-        """One step of one parameter. Any shape; ``param``, ``grad`` and ``master_residual`` contiguous."""
+        """One step of one parameter, of any shape."""
         param, grad, exp_avg = _as_rows(param, grad, exp_avg)
         residual = None if master_residual is None else master_residual.view(param.shape)
         kind = _kind(exp_avg)
         if not self._is_worth_compiling(kind, param):
-            self._update(param, grad, exp_avg, *scalars, master_residual=residual)
+            self._update(param, grad, exp_avg, *scalars, noise=noise, master_residual=residual)
             return
         try:
-            self._run_within_limit(kind, param, grad, exp_avg, residual, *scalars)
+            self._run_within_limit(kind, param, grad, exp_avg, *scalars, noise=noise, residual=residual)
         except TorchDynamoException as error:  # raised before the graph ran: nothing has been written yet
             self._warn(param.device.type, error)
             self._uncompilable.add((param.device.type, kind))
-            self._update(param, grad, exp_avg, *scalars, master_residual=residual)
+            self._update(param, grad, exp_avg, *scalars, noise=noise, master_residual=residual)
 
     def _is_worth_compiling(self, kind: str, param: Tensor) -> bool:
         # Dynamo would leave the function alone, now and later, but compile what that calls; since 2.13 it also raises
@@ -76,19 +78,26 @@ class CompiledUpdate:
         too_small = param.shape[0] < 2 and kind != "ragged"
         return not too_small and (param.device.type, kind) not in self._uncompilable
 
-    def _run_within_limit(self, kind: str, *args: Any) -> None:
+    def _run_within_limit(self, *args: Any, **kwargs: Any) -> None:
         try:
-            self._run_compiled(kind, *args)
+            self._run_compiled(*args, **kwargs)
         except FailOnRecompileLimitHit:  # raising the limit takes longer than a step: not before it is needed
             with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):
-                self._run_compiled(kind, *args)
+                self._run_compiled(*args, **kwargs)
 
     def _run_compiled(
-        self, kind: str, param: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, *scalars: Tensor | None
+        self,
+        kind: str,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        *scalars: Tensor,
+        noise: codec.Noise | None,
+        residual: Tensor | None,
     ) -> None:
         if not isinstance(exp_avg, BlockwiseTensor):
             _mark(maybe_mark_dynamic, 0, param, grad, exp_avg, residual)
-            self._compiled_plain(param, grad, exp_avg, *scalars, master_residual=residual)
+            self._compiled_plain(param, grad, exp_avg, *scalars, noise=noise, master_residual=residual)
             return
         tensors = param, grad, exp_avg.codes, exp_avg.scale
         if kind == "aligned":
@@ -97,7 +106,7 @@ class CompiledUpdate:
             _mark(mark_unbacked, 0, *tensors, residual)
             _mark(mark_unbacked, 1, *tensors, residual)
         part_of = type(exp_avg), exp_avg.block_size, kind
-        self._compiled_quantized(*part_of, *tensors, *scalars, master_residual=residual)
+        self._compiled_quantized(*part_of, *tensors, *scalars, noise=noise, master_residual=residual)
 
     def _warn(self, device_type: str, error: Exception) -> None:
         """Once a device type, however many kinds of graph cannot be had."""
@@ -110,7 +119,7 @@ class CompiledUpdate:
             )
 
 
-def _on_parts(update: UpdateFunction) -> UpdateFunction:
+def _on_parts(update: UpdateFunction) -> Callable[..., None]:
     """``update`` with the momentum given as parts: Dynamo cannot leave the sizes of a subclass unbacked."""
 
     def update_on_parts(
@@ -121,7 +130,8 @@ def _on_parts(update: UpdateFunction) -> UpdateFunction:
         grad: Tensor,
         codes: Tensor,
         scale: Tensor,
-        *scalars: Tensor | None,
+        *scalars: Tensor,
+        noise: codec.Noise | None,
         master_residual: Tensor | None,
     ) -> None:
         if kind == "ragged":  # a guard, too: the graph of ragged rows would serve aligned ones, slowly
@@ -131,7 +141,8 @@ def _on_parts(update: UpdateFunction) -> UpdateFunction:
             for tensor in alike:
                 torch._check(tensor.shape[1] == param.shape[1])
             torch._check(scale.shape[1] == codec.blocks_per_row(param.shape[1], block_size))
-        update(param, grad, state_class(codes, scale, block_size), *scalars, master_residual=master_residual)
+        exp_avg = state_class(codes, scale, block_size)
+        update(param, grad, exp_avg, *scalars, noise=noise, master_residual=master_residual)
 
     return update_on_parts
 

@@ -23,9 +23,7 @@ def lion_update(
     grad_weight1: Tensor,
     beta2: Tensor,
     grad_weight2: Tensor,
-    noise_key: Tensor | None = None,
-    noise_step: Tensor | None = None,
-    position: codec.Position | None = None,
+    noise: codec.Noise | None = None,
     master_residual: Tensor | None = None,
 ) -> None:
     """One Lion step, in place; all arithmetic in fp32, in the paper's order.
@@ -37,10 +35,9 @@ def lion_update(
         lr, decay: 0-D float32; ``decay`` is what a weight loses of itself, the learning rate times the weight decay.
         beta1, beta2: 0-D float32.
         grad_weight1, grad_weight2: 0-D float32, ``1 - beta``; negative to maximise.
-        noise_key, noise_step: 0-D int64, to round the stored weight stochastically; None rounds to nearest.
-        position: where ``param`` lies in the parameter that it is a shard of; None if it is the whole.
+        noise: to round the stored weight stochastically; None rounds to nearest.
         master_residual: int8 or int16, shaped like ``param``: what a bfloat16 or float16 weight lacks of its master
-            weight (:func:`lowbit_optim.codec.split_weight`); noise then acts on the master's last bit.
+            weight (:func:`lowbit_optim.codec.split_weight`); noise then acts on the last bit of 24, and not on 32.
     """
     p, g, m = codec.read_weight(param, master_residual), grad.float(), dequantize(exp_avg)
 
@@ -50,11 +47,7 @@ def lion_update(
     m = beta2 * m
     m = torch.where(g.abs() < math.inf, m + grad_weight2 * g, m)
 
-    noise = None
-    if noise_key is not None and noise_step is not None:
-        group, lane = codec.element_index(param.shape, param.device, position)
-        noise = codec.rounding_noise(group, lane, noise_key, noise_step)
-    codec.write_weight(param, master_residual, p, noise)
+    codec.write_weight(param, master_residual, p, codec.noise_of(param, noise))
     exp_avg.copy_(m)
 
 
@@ -131,16 +124,22 @@ class Lion(LowBitOptimizer):
         Returns:
             0 ... 1, over what this rank holds of the weights; 0 if there are none of these dtypes. Gradients, momentum
             and weight decay, which is smaller still, play no part.
+
+        Raises:
+            IndexError: there is no such group.
         """
         self._offload.wait()
+        if group is not None and group not in range(len(self.param_groups)):
+            last = len(self.param_groups) - 1
+            raise IndexError(f"group={group}; parameter groups are numbered 0 ... {last}, and None means all of them")
         groups = self.param_groups if group is None else [self.param_groups[group]]
         stalled = total = 0
         for each in groups:
             lr, is_noisy = float(each["lr"]), each["stochastic_rounding"]
             for p in each["params"]:
                 if p.requires_grad and p.dtype in codec.CUT_BITS:
-                    state = self.state.get(p) or self._new_state(p, each)
-                    stalled += weights.count_stalled(p, state.get("master_residual"), lr, is_noisy)
+                    residual = self._residual(p) if self.state.get(p) else self._new_residual(p, each)
+                    stalled += weights.count_stalled(p, residual, lr, is_noisy)
                     total += shards.to_local(p).numel()
         return stalled / total if total else 0.0
 

@@ -1,7 +1,6 @@
 """The optimizer around an update function: groups and their options, state, and the step over all parameters."""
 
 import functools
-import itertools
 import operator
 import threading
 import warnings
@@ -28,7 +27,9 @@ from lowbit_optim.hyperparameters import (
     step_as_tensor,
 )
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
-from lowbit_optim.updates import NO_UPDATES, LocalUpdates, Updates, check_dtype
+from lowbit_optim.subclasses import OptimState8bit
+from lowbit_optim.subclasses.blockwise import BlockwiseTensor
+from lowbit_optim.updates import NO_UPDATES, FusedOptions, FusedStep, LocalUpdates, Updates, check_dtype
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -69,14 +70,22 @@ class _GroupStep:
 
     group: dict[str, Any]
     scalars: tuple[float | Tensor, ...]
-    fused: Any  # steps `together`, if there is any
+    fused: FusedStep | None  # steps `together`, if there is any
     together: Updates
     one_by_one: Updates
     copied: list[tuple[Tensor, Tensor]]  # parameters that `together` has copies of, and these
 
 
+@dataclass
+class _Plan:
+    """What was learned of a group, or a part of one, in earlier steps."""
+
+    fused: FusedStep | None = None
+    local: LocalUpdates | None = None  # if there are DTensors
+
+
 class LowBitOptimizer(Optimizer):
-    """Keeps one momentum a parameter, in 8 bits where that pays, and steps with :attr:`update`.
+    """Keeps one momentum a parameter, as a :attr:`state_class` where that pays, and steps with :attr:`update`.
 
     Args:
         params: parameters, named parameters or group dicts, as in torch.optim.
@@ -84,6 +93,7 @@ class LowBitOptimizer(Optimizer):
     """
 
     update: ClassVar[UpdateFunction]
+    state_class: ClassVar[type[BlockwiseTensor]] = OptimState8bit  # of quantised momentum
     _release: Any = None  # the GradientRelease that steps parameters inside backward, if there is one
 
     def _scalars(self, group: Mapping[str, Any]) -> tuple[float | Tensor, ...]:
@@ -101,8 +111,7 @@ class LowBitOptimizer(Optimizer):
     def _forget(self) -> None:
         """What was learned in earlier steps to save time."""
         self._order = _StateOrder({}, [])
-        self._fused_steps: dict[tuple[int, Hashable], Any] = {}  # by number of the group, and a part of it
-        self._local_updates: dict[tuple[int, Hashable], LocalUpdates] = {}  # alike; of groups with DTensors
+        self._plans: dict[tuple[int, Hashable], _Plan] = {}  # by the group's number and its part, None for all of it
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own. Raises as the constructor does."""
@@ -146,10 +155,19 @@ class LowBitOptimizer(Optimizer):
         """Zero state, contiguous; of DTensors if the parameter is one, else of plain tensors."""
         sharding.check_not_flattened(p)
         check_dtype(p)
-        state = {"exp_avg": sharding.zeros(p, group["block_size"] if self._is_quantized(p, group) else None)}
-        if group["master_weight_bits"] and p.dtype != torch.float32:
-            state["master_residual"] = sharding.zeros_like(p, codec.RESIDUAL_DTYPES[group["master_weight_bits"]])
-        return state
+        state: dict[str, Tensor] = {"exp_avg": self._new_momentum(p, group)}
+        residual = self._new_residual(p, group)
+        return state if residual is None else {**state, "master_residual": residual}
+
+    def _new_momentum(self, p: Tensor, group: Mapping[str, Any]) -> Tensor:
+        if self._is_quantized(p, group):
+            return sharding.zeros(p, self.state_class, group["block_size"])
+        return sharding.zeros_like(p, torch.float32)
+
+    def _new_residual(self, p: Tensor, group: Mapping[str, Any]) -> Tensor | None:
+        if not group["master_weight_bits"] or p.dtype == torch.float32:
+            return None
+        return sharding.zeros_like(p, codec.RESIDUAL_DTYPES[group["master_weight_bits"]])
 
     @torch.compiler.disable
     def _init_missing_state(self) -> None:
@@ -171,7 +189,18 @@ class LowBitOptimizer(Optimizer):
         return super().__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, with plain tensors alone: an 8-bit momentum is ``{"codes": int8, "scale": uint8}``."""
+        """As in torch.optim, with plain tensors alone, DTensors where a parameter is one; in the state's own memory.
+
+        Returns:
+            ``param_groups``, and in ``state`` for each parameter:
+
+            - ``exp_avg``: ``{"codes": int8, "scale": uint8}``, shaped like the parameter and
+              ``(*codec.scale_shape(p.shape, block_size), 2)``, the two bytes of each scale. A float32 tensor shaped
+              like the parameter where it is not quantised, or in another format than ``OptimState8bit``.
+            - ``master_residual``, of bfloat16 and float16 parameters with ``master_weight_bits``: for 24 bits
+              ``{"int8": int8}``, shaped like the parameter; for 32 ``{"int16": uint8}``, ``(*p.shape, 2)``, the two
+              bytes of each.
+        """
         self._offload.wait()
         with _SAVING:  # a thread that logs or saves must not meet another one's hook
             handle = self.register_state_dict_post_hook(_pack_state_dict, prepend=True)
@@ -183,8 +212,12 @@ class LowBitOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load from this package or another; the formats are in :func:`lowbit_optim.checkpoint.read_state_dict`.
 
-        What is quantised, and how, stays as it is in this optimizer. A checkpoint that does not fit raises and changes
-        nothing.
+        What is quantised, and how, stays as it is in this optimizer. Sharded state that is cut or quantised otherwise
+        here is gathered, which is a collective call.
+
+        Raises:
+            ValueError, TypeError: the checkpoint does not fit; the message says which parameter, what came, what is
+                allowed and what to do. Nothing has changed.
         """
         self._offload.wait()
         checkpoint.load(self, state_dict, super().load_state_dict, self._allocate)
@@ -232,8 +265,19 @@ class LowBitOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
+        What is wrong with a parameter or a group is found before anything moves; the message says which and what to do.
+
         Args:
             closure: re-evaluates the model and returns the loss, which ``step`` then returns.
+
+        Raises:
+            RuntimeError: a gradient is sparse; it or the state is from before a parameter or an option was changed;
+                ``fused=True``, and the kernel cannot run; a CUDA graph is captured that would replay what belongs to
+                one step; gradients are released, and a hyper-parameter was changed after backward.
+            TypeError: a parameter's dtype; one of it and its gradient is a DTensor, the other is not.
+            ValueError: a learning rate is not finite, or weight decay cannot be scaled by it; a DTensor's mesh,
+                placements or shard cannot be stepped.
+            NotImplementedError: a parameter is part of a flattened buffer (FSDP1, DeepSpeed).
         """
         loss = None
         if closure is not None:
@@ -275,7 +319,9 @@ class LowBitOptimizer(Optimizer):
         self._step_part(prepared)
         return prepared.scalars
 
-    def _prepare_offloaded(self, collected: list[Updates], part: int = -1) -> tuple[list[Updates], Callable[[], None]]:
+    def _prepare_offloaded(
+        self, collected: list[Updates], part: int | None = None
+    ) -> tuple[list[Updates], Callable[[], None]]:
         """What has its state beside it, and a function that steps the rest."""
         if not self.defaults["offload_state"]:
             return collected, lambda: None
@@ -309,7 +355,7 @@ class LowBitOptimizer(Optimizer):
             indices = list(range(first, first + len(params)))
             first += len(params)
             updates = Updates.of(group, params, [p.grad for p in params], states, indices)
-            if not all(map(operator.is_not, updates.grads, itertools.repeat(None))):
+            if any(grad is None for grad in updates.grads):
                 updates = updates.select([grad is not None for grad in updates.grads])
             collected.append(updates)
         return collected
@@ -336,7 +382,7 @@ class LowBitOptimizer(Optimizer):
             not s and _is_trained(p) for group, some in pairs for p, s in zip(group["params"], some, strict=True)
         )
 
-    def _prepare(self, number: int, updates: Updates, part: Hashable = -1) -> _GroupStep:
+    def _prepare(self, number: int, updates: Updates, part: Hashable = None) -> _GroupStep:
         """Raises whatever is wrong with a group or its parameters."""
         group = self.param_groups[number]
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
@@ -346,34 +392,33 @@ class LowBitOptimizer(Optimizer):
         if self.defaults["fused"] is False or torch.compiler.is_compiling():
             updates.check(group["master_weight_bits"])
             return _GroupStep(group, scalars, None, NO_UPDATES, updates, [])
-        options = (group["block_size"], group["seed"], group["stochastic_rounding"], group["master_weight_bits"])
-        fused = self._fused_steps.get((number, part))
-        known = self._local_updates.get((number, part))
-        local = known.of(updates) if known else updates
-        if fused is not None and local is not None and fused.takes(local, options):
-            return _GroupStep(group, scalars, fused, local, NO_UPDATES, [])
+        options = FusedOptions.of(group)
+        plan = self._plans.setdefault((number, part), _Plan())
+        local = plan.local.of(updates) if plan.local else updates
+        if plan.fused and local is not None and plan.fused.takes(local, options):
+            return _GroupStep(group, scalars, plan.fused, local, NO_UPDATES, [])
         updates.check(group["master_weight_bits"])
         local = updates.in_one_run(lambda p: self._is_fused(p, group))
-        self._remember(number, part, updates, local)
+        plan.local = self._local_updates(updates, local)
         chosen = [self._is_fused(p, group) for p in local.params]
         one_by_one = local.select([not each for each in chosen])
         together, copied = local.select(chosen).as_plain()
-        if together.params and (fused is None or not fused.takes(together, options)):
-            fused = self._fused_steps[number, part] = self._new_fused_step()  # type: ignore[misc]
-            fused.plan(together, options)
-        return _GroupStep(group, scalars, fused, together, one_by_one, copied)
+        if together.params and (plan.fused is None or not plan.fused.takes(together, options)):
+            plan.fused = self._new_fused_step()  # type: ignore[misc]
+            plan.fused.plan(together, options)
+        return _GroupStep(group, scalars, plan.fused, together, one_by_one, copied)
 
-    def _remember(self, number: int, part: Hashable, whole: Updates, local: Updates) -> None:
+    def _local_updates(self, whole: Updates, local: Updates) -> LocalUpdates | None:
         """What a rank holds of all of them, if that is plain; not of state that is on its device for one step alone."""
-        self._local_updates.pop((number, part), None)
         has_dtensors = any(map(shards.is_dtensor, whole.params))
-        if has_dtensors and not any(map(shards.is_dtensor, local.params)) and not self.defaults["offload_state"]:
-            self._local_updates[number, part] = LocalUpdates(whole, local)
+        if not has_dtensors or any(map(shards.is_dtensor, local.params)) or self.defaults["offload_state"]:
+            return None
+        return LocalUpdates(whole, local)
 
     def _step_group(self, step: _GroupStep, shared_blocks: sharding.SharedBlocks) -> None:
         moves_weights = advance_step(step.group, getattr(self, "found_inf", None))
-        if step.together.params:
-            self._step_together(step)
+        if step.fused and step.together.params:
+            self._step_together(step.fused, step)
         updates = step.one_by_one
         if not moves_weights:
             # 0 * inf is NaN, and 0 + -0.0 is 0.0: at lr 0 the update gets a copy, so that no weight can change
@@ -398,18 +443,16 @@ class LowBitOptimizer(Optimizer):
             noise = self._noise(p, residual, index, group)
             _update_param(update, p, grad, exp_avg, residual, on_device[p.device], noise)
 
-    def _noise(
-        self, p: Tensor, residual: Tensor | None, index: int, group: dict[str, Any]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _noise(self, p: Tensor, residual: Tensor | None, index: int, group: dict[str, Any]) -> codec.Noise | None:
         is_rounded = p.dtype != torch.float32 and (residual is None or residual.dtype == torch.int8)
         if not group["stochastic_rounding"] or not is_rounded:
-            return None, None
-        return _noise_key(group["seed"], index), on_device(group["step"], p.device)
+            return None
+        return codec.Noise(_noise_key(group["seed"], index), on_device(group["step"], p.device))
 
     # --- Fused step -------------------------------------------------------------------------------------------------
 
-    # Returns an object like :class:`lowbit_optim.fused.FusedLion`; None if there is no such kernel.
-    _new_fused_step: ClassVar[Callable[[], Any] | None] = None
+    # None if there is no such kernel.
+    _new_fused_step: ClassVar[Callable[[], FusedStep] | None] = None
 
     def _is_fused(self, p: Tensor, group: Mapping[str, Any]) -> bool:
         """Whether the fused kernel steps this parameter."""
@@ -432,9 +475,9 @@ class LowBitOptimizer(Optimizer):
         params = ((p, group) for group in self.param_groups for p in group["params"] if _is_trained(p))
         return all(not shards.is_dtensor(p) and self._is_fused(p, group) for p, group in params)
 
-    def _step_together(self, step: _GroupStep) -> None:
+    def _step_together(self, fused: FusedStep, step: _GroupStep) -> None:
         count, grad_scale = step.group["step"], getattr(self, "grad_scale", None)
-        step.fused.run(
+        fused.run(
             kernel_scalars(step.scalars, step.together.params[0].device),
             count.item() if count.device.type == "cpu" else count,
             None if grad_scale is None else grad_scale.double().reciprocal().float(),  # as GradScaler's own unscaling
@@ -470,7 +513,7 @@ def _update_param(
     exp_avg: Tensor,
     residual: Tensor | None,
     scalars: tuple[Tensor, ...],
-    noise: tuple[Tensor | None, Tensor | None],
+    noise: codec.Noise | None,
 ) -> None:
     """What this rank holds of ``p``. Where its memory is not simply its elements in order, on a copy of them."""
     local = shards.to_local(p)
@@ -478,9 +521,9 @@ def _update_param(
     # detached, since Dynamo looks at p.grad too and trips over a dtype other than p's
     values = shards.plain_copy(local) if copied else local.detach()
     grad = sharding.local_grad(p, grad).resolve_neg().contiguous()
-    for step in sharding.local_steps(p, values, grad, exp_avg, residual, noisy=noise[0] is not None):
+    for step in sharding.local_steps(p, values, grad, exp_avg, residual, noise):
         tensors = step.param, step.grad, step.exp_avg
-        update(*tensors, *scalars, *noise, step.position, master_residual=step.master_residual)
+        update(*tensors, *scalars, noise=step.noise, master_residual=step.master_residual)
     if copied:
         local.copy_(values)
 

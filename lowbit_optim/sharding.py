@@ -10,23 +10,20 @@ import torch
 from torch import Tensor
 
 from lowbit_optim import codec, shards
-from lowbit_optim.subclasses import OptimState8bit
-from lowbit_optim.subclasses.blockwise import BlockwiseTensor
+from lowbit_optim.subclasses.blockwise import BlockwiseTensor, parts
 
 # --- State ----------------------------------------------------------------------------------------------------------
 
 
-def zeros(p: Tensor, block_size: int | None) -> Tensor:
-    """Zero momentum shaped and sharded like ``p``, on the device of its shard; float32 if ``block_size`` is None."""
-    if block_size is None:
-        return zeros_like(p, torch.float32)
+def zeros(p: Tensor, state_class: type[BlockwiseTensor], block_size: int) -> BlockwiseTensor:
+    """Zero momentum shaped and sharded like ``p``, on the device of its shard."""
     if not shards.is_dtensor(p):
-        return OptimState8bit.zeros(p.shape, block_size, device=p.device)
+        return state_class.zeros(p.shape, block_size, device=p.device)
+    whole = state_class.zeros(p.shape, block_size, device="meta")
     layout = shards.block_layout(p, block_size)
-    codes = zeros_like(p, torch.int8)
-    scale = torch.zeros(layout.scale_shape, dtype=codec.SCALE_DTYPE, device=shards.to_local(codes).device)
-    scale_shape = codec.scale_shape(p.shape, block_size)
-    return OptimState8bit(codes, shards.from_local(scale, p, scale_shape, layout.scale_placements), block_size)
+    codes = zeros_like(p, whole.codes.dtype)
+    scale = torch.zeros(layout.scale_shape, dtype=whole.scale.dtype, device=shards.to_local(codes).device)
+    return whole.with_parts(codes, shards.from_local(scale, p, whole.scale.shape, layout.scale_placements))
 
 
 def zeros_like(p: Any, dtype: torch.dtype) -> Tensor:
@@ -40,17 +37,17 @@ def zeros_like(p: Any, dtype: torch.dtype) -> Tensor:
 def store(target: Tensor, momentum: Tensor) -> None:
     """Write ``momentum`` into state of the same shape, whichever of the two are sharded or quantised, and how.
 
-    Bits are kept where both are quantised with one block size. Sharded momentum that ``target`` holds otherwise is
+    Bits are kept where both are quantised alike. Sharded momentum that ``target`` holds otherwise is
     gathered, one whole tensor at a time, which is a collective call.
     """
     if not _is_sharded(target) and not _is_sharded(momentum):
         target.copy_(momentum.to(target.device))
         return
-    if _block_size(target) != _block_size(momentum):
+    if _format(target) != _format(momentum):
         momentum = _whole(momentum)
         if isinstance(target, BlockwiseTensor):
             momentum = target.from_float(momentum, target.block_size)
-    for part, source in zip(_parts(target), _parts(momentum), strict=True):
+    for part, source in zip(parts(target), parts(momentum), strict=True):
         shards.copy_(part, source)
 
 
@@ -65,13 +62,13 @@ def store_residual(target: Tensor, residual: Tensor) -> None:
 def _whole(momentum: Tensor) -> Tensor:
     """Gathered and decoded."""
     if isinstance(momentum, BlockwiseTensor):
-        codes, scale = map(shards.full, _parts(momentum))
-        return type(momentum)(codes, scale, momentum.block_size).dequantize()
+        codes, scale = map(shards.full, parts(momentum))
+        return momentum.with_parts(codes, scale).dequantize(torch.float32)
     return shards.full(momentum)
 
 
 def _is_sharded(momentum: Tensor) -> bool:
-    return shards.is_dtensor(_parts(momentum)[0])
+    return shards.is_dtensor(parts(momentum)[0])
 
 
 def map_parts(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -82,8 +79,7 @@ def map_parts(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if state is None:
         return None
     if isinstance(state, BlockwiseTensor):
-        codes, scale = (map_parts(part, function) for part in _parts(state))
-        return type(state)(codes, scale, state.block_size, state.dtype)
+        return state.with_parts(*(map_parts(part, function) for part in parts(state)))
     if shards.is_dtensor(state):
         return shards.from_local(function(shards.to_local(state)), state, state.shape, state.placements)
     return function(state)
@@ -91,15 +87,11 @@ def map_parts(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def local_parts(state: Any) -> list[Tensor]:
     """What :func:`map_parts` calls its function with."""
-    return [] if state is None else [shards.to_local(part) for part in _parts(state)]
+    return [] if state is None else [shards.to_local(part) for part in parts(state)]
 
 
-def _parts(momentum: Tensor) -> tuple[Tensor, ...]:
-    return (momentum.codes, momentum.scale) if isinstance(momentum, BlockwiseTensor) else (momentum,)
-
-
-def _block_size(momentum: Tensor) -> int | None:
-    return momentum.block_size if isinstance(momentum, BlockwiseTensor) else None
+def _format(momentum: Tensor) -> tuple[type[BlockwiseTensor], int] | None:
+    return (type(momentum), momentum.block_size) if isinstance(momentum, BlockwiseTensor) else None
 
 
 # --- What can be stepped --------------------------------------------------------------------------------------------
@@ -155,20 +147,17 @@ def local_grad(p: Any, grad: Any) -> Tensor:
 
 
 class LocalStep(NamedTuple):
-    """What to call an update function on: plain tensors of one shape, which lie at ``position`` in the parameter.
-
-    None: at the same indices, or the position does not matter.
-    """
+    """What to call an update function on: plain tensors of one shape, and the noise of where they lie."""
 
     param: Tensor
     grad: Tensor
     exp_avg: Tensor
     master_residual: Tensor | None
-    position: codec.Position | None
+    noise: codec.Noise | None
 
 
 def local_steps(
-    whole: Tensor, param: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, noisy: bool
+    whole: Tensor, param: Tensor, grad: Tensor, exp_avg: Tensor, residual: Tensor | None, noise: codec.Noise | None
 ) -> Iterator[LocalStep]:
     """One for most shards; none for an empty one.
 
@@ -178,25 +167,26 @@ def local_steps(
         exp_avg: its momentum: an ``OptimState8bit`` whose blocks are held whole, or a float tensor, or of such the
             local part.
         residual: the master weights', sharded like the parameter; None if there are none.
-        noisy: whether weights are rounded stochastically, so that the position matters.
+        noise: of the parameter; None if its weights are not rounded stochastically.
     """
     if not shards.is_dtensor(whole):
-        yield LocalStep(param, grad, exp_avg, residual, None)
+        yield LocalStep(param, grad, exp_avg, residual, noise)
         return
     residual = None if residual is None else shards.to_local(residual)
     exp_avg = exp_avg.local_rows() if isinstance(exp_avg, BlockwiseTensor) else shards.to_local(exp_avg)
     pieces = shards.shard_of(whole).pieces
-    if pieces and not noisy:
-        weights, gradients, fine = _shaped_like(exp_avg, param, grad, residual)
-        yield LocalStep(weights, gradients, exp_avg, fine, None)
+    if noise is None:  # then it does not matter where elements lie
+        if pieces:
+            weights, gradients, fine = _shaped_like(exp_avg, param, grad, residual)
+            yield LocalStep(weights, gradients, exp_avg, fine, None)
         return
     start = 0
     for piece in pieces:
         end = start + piece.rows * piece.length
         state = exp_avg if len(pieces) == 1 else _slice(exp_avg, start, end)
-        parts = [x if x is None else x.view(-1)[start:end] for x in (param, grad, residual)]
-        weights, gradients, fine = _shaped_like(state, *parts)
-        yield LocalStep(weights, gradients, state, fine, piece.position())
+        cut = [x if x is None else x.view(-1)[start:end] for x in (param, grad, residual)]
+        weights, gradients, fine = _shaped_like(state, *cut)
+        yield LocalStep(weights, gradients, state, fine, noise._replace(position=piece.position()))
         start = end
 
 
@@ -237,7 +227,7 @@ def _slice(exp_avg: Tensor, start: int, end: int) -> Tensor:
     part_blocks = codec.blocks_per_row(part_length, exp_avg.block_size)
     first = start // row_length * n_blocks + start % row_length // exp_avg.block_size
     scale = exp_avg.scale.view(-1)[first : first + codes.shape[0] * part_blocks].view(-1, part_blocks)
-    return type(exp_avg)(codes, scale, exp_avg.block_size, exp_avg.dtype)
+    return exp_avg.with_parts(codes, scale)
 
 
 class SharedBlocks:
@@ -282,8 +272,8 @@ class SharedBlocks:
         reduced = torch.cat([x.flatten().to(mesh.device_type) for x in maxima])
         for dim in shared:
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        parts = reduced.split([x.numel() for x in maxima])
-        return [part.view(x.shape).to(x.device) for part, x in zip(parts, maxima, strict=True)]
+        pieces = reduced.split([x.numel() for x in maxima])
+        return [piece.view(x.shape).to(x.device) for piece, x in zip(pieces, maxima, strict=True)]
 
 
 def _maxima(exp_avg: BlockwiseTensor, values: Tensor) -> Tensor:

@@ -2,15 +2,15 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit_optim import codec, sharding, shards
-from lowbit_optim.subclasses.blockwise import BlockwiseTensor
+from lowbit_optim.subclasses.blockwise import BlockwiseTensor, parts
 
 _PARAM_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -90,6 +90,35 @@ class Updates(NamedTuple):
 NO_UPDATES = Updates([], [], [], [], [], [])
 
 
+class FusedOptions(NamedTuple):
+    """What the fused step needs to know of a group beside its hyper-parameters."""
+
+    block_size: int  # unquantised momentum is stepped in blocks, too
+    seed: int
+    stochastic_rounding: bool
+    master_weight_bits: int | None
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "FusedOptions":
+        return cls(*(group[name] for name in cls._fields))
+
+
+class FusedStep(Protocol):
+    """Steps tensors together: :class:`lowbit_optim.fused.FusedLion`, seen from where there may be no Triton."""
+
+    def takes(self, updates: Updates, options: FusedOptions) -> bool: ...
+
+    def plan(self, updates: Updates, options: FusedOptions) -> None: ...
+
+    def run(
+        self,
+        scalars: Sequence[float | Tensor],
+        step: int | Tensor,
+        inverse_grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None: ...
+
+
 class LocalUpdates:
     """What this rank holds of updates, kept for the steps to come.
 
@@ -109,8 +138,7 @@ class LocalUpdates:
         shapes = zip(_held(whole.params), local.params, strict=True)
         self._rows = [(i, p.shape) for i, (held, p) in enumerate(shapes) if held.shape != p.shape]
         # no reference to self: a cycle would keep what was freed until the garbage collector comes
-        watched = [x for column in whole.state.values() for y in column for x in _tensors(y)]
-        self._watches = [weakref.ref(x, lambda _: kept.clear()) for x in watched]
+        self._watches = watch(itertools.chain(*whole.state.values()), lambda _: kept.clear())
 
     def of(self, updates: Updates) -> Updates | None:
         """What this rank holds of ``updates``; None if more than the memory of gradients may have changed."""
@@ -130,10 +158,9 @@ def _ids(updates: Updates) -> list[list[int]]:
     return [list(map(id, column)) for column in (updates.params, *updates.state.values())]
 
 
-def _tensors(x: Any) -> list[Any]:
-    if x is None:
-        return []
-    return [x, x.codes, x.scale] if isinstance(x, BlockwiseTensor) else [x]
+def watch(state: Iterable[Any], freed: Callable[[Any], None]) -> list[Any]:
+    """Call ``freed`` when one of these, or a part of one, is freed, for as long as what is returned is kept."""
+    return [weakref.ref(x, freed) for each in state if each is not None for x in (each, *parts(each))]
 
 
 def _held(tensors: Sequence[Any]) -> list[Tensor]:

@@ -98,6 +98,10 @@ class BlockwiseTensor(TorchAOBaseTensor):
             dtype,
         )
 
+    def with_parts(self, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "BlockwiseTensor":
+        """Other codes and scales in the same format, that appear to be of ``dtype`` (``self.dtype`` if None)."""
+        return type(self)(codes, scale, self.block_size, dtype or self.dtype)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of ``dtype`` (``self.dtype`` if None)."""
         dtype = dtype or self.dtype
@@ -123,16 +127,12 @@ class BlockwiseTensor(TorchAOBaseTensor):
         layout = shards.block_layout(self.codes, self.block_size)
         codes = shards.to_local(self.codes).view(layout.rows, layout.row_length)
         scale = shards.to_local(self.scale).view(layout.rows, layout.n_blocks)
-        return type(self)(codes, scale, self.block_size, self.dtype)
+        return self.with_parts(codes, scale)
 
     def as_rows(self, row_length: int) -> "BlockwiseTensor":
         """A ``(numel / row_length, row_length)`` view; ``row_length`` is the block size or the rows' own length."""
-        return type(self)(
-            self.codes.view(-1, row_length),
-            self.scale.view(-1, codec.blocks_per_row(row_length, self.block_size)),
-            self.block_size,
-            self.dtype,
-        )
+        n_blocks = codec.blocks_per_row(row_length, self.block_size)
+        return self.with_parts(self.codes.view(-1, row_length), self.scale.view(-1, n_blocks))
 
     # torch's own of the next three reach for the storage that a wrapper does not have, and crash the process
 
@@ -202,21 +202,17 @@ def _in_place_error(func: Any) -> NotImplementedError:
 # --- The op table: these keep the class -----------------------------------------------------------------------------
 
 
-def _with_parts(x: BlockwiseTensor, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> BlockwiseTensor:
-    return type(x)(codes, scale, x.block_size, dtype or x.dtype)
-
-
 def _if_blocks_whole(x: BlockwiseTensor, codes: Tensor, scale: Tensor) -> BlockwiseTensor | None:
     """The parts as a tensor of their own, or None if its shape implies other blocks than the scale has."""
     if codes.ndim == 0 or scale.shape != codec.scale_shape(codes.shape, x.block_size):
         return None
-    return _with_parts(x, codes, scale)
+    return x.with_parts(codes, scale)
 
 
 @BlockwiseTensor.implements([aten.clone.default, aten.contiguous.default])
 def _clone(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     x = args[0]
-    return _with_parts(x, func(x.codes, *args[1:], **kwargs), x.scale.clone())  # scale may have no such memory format
+    return x.with_parts(func(x.codes, *args[1:], **kwargs), x.scale.clone())  # scale may have no such memory format
 
 
 @BlockwiseTensor.implements([aten._to_copy.default])
@@ -226,13 +222,13 @@ def _to_copy(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     if not dtype.is_floating_point:
         return func(x.dequantize(), dtype=dtype, **kwargs)
     scale_kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    return _with_parts(x, func(x.codes, **kwargs), func(x.scale, **scale_kwargs), dtype)
+    return x.with_parts(func(x.codes, **kwargs), func(x.scale, **scale_kwargs), dtype)
 
 
 @BlockwiseTensor.implements([aten._pin_memory.default])
 def _pin_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     x = args[0]
-    return _with_parts(x, func(x.codes, *args[1:], **kwargs), func(x.scale, *args[1:], **kwargs))
+    return x.with_parts(func(x.codes, *args[1:], **kwargs), func(x.scale, *args[1:], **kwargs))
 
 
 @BlockwiseTensor.implements([aten.is_pinned.default])
@@ -286,7 +282,7 @@ def _view(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     x = args[0]
     codes = func(x.codes, args[1])
     if codes.shape == x.shape:
-        return _with_parts(x, codes, x.scale)
+        return x.with_parts(codes, x.scale)
     return func(x.dequantize(), args[1])
 
 
@@ -295,7 +291,7 @@ def _view_dtype(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     x, dtype = args
     if not dtype.is_floating_point:
         raise NotImplementedError(f"a quantised tensor has no bits to see as {dtype}: use x.codes, or x.dequantize()")
-    return _with_parts(x, x.codes, x.scale, dtype)
+    return x.with_parts(x.codes, x.scale, dtype)
 
 
 @BlockwiseTensor.implements([aten.slice.Tensor])
@@ -303,7 +299,7 @@ def _slice(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     x, dim, start, end, step = _slice_arguments(*args, **kwargs)
     codes = func(x.codes, dim, start, end, step)
     if codes.shape == x.shape:
-        return _with_parts(x, codes, x.scale)
+        return x.with_parts(codes, x.scale)
     scale = _slice_scale(func, x, dim, start, end, step)
     kept = None if scale is None else _if_blocks_whole(x, codes, scale)
     return func(x.dequantize(), dim, start, end, step) if kept is None else kept
@@ -392,5 +388,13 @@ def _cat(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     return func([dequantize(t) for t in tensors], dim) if kept is None else kept
 
 
+# --- Momentum, quantised or not -------------------------------------------------------------------------------------
+
+
 def dequantize(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, BlockwiseTensor) else x
+
+
+def parts(x: Tensor) -> tuple[Tensor, ...]:
+    """What ``x`` is stored in."""
+    return (x.codes, x.scale) if isinstance(x, BlockwiseTensor) else (x,)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from workers import Ranks, device
 
 from lowbit_optim import Lion8bit, sharding
+from lowbit_optim.subclasses import OptimState8bit
 
 SHAPES: list[meshes.Shape] = [(6, 128), (7, 3, 3, 3), (9, 70), (3, 5), (100,)]
 MESHES = make_meshes(SHAPES)
@@ -41,7 +42,7 @@ def with_another_scale(optimizer: Any) -> None:
 
 def with_another_momentum(optimizer: Any) -> None:
     p = meshes.parameters(optimizer)[0]
-    optimizer.state[p]["exp_avg"] = sharding.zeros(p, 64)
+    optimizer.state[p]["exp_avg"] = sharding.zeros(p, OptimState8bit, 64)
 
 
 def with_another_residual(optimizer: Any) -> None:
@@ -145,7 +146,7 @@ def _changed(change: Change) -> None:
                     if step == 2:
                         change(optimizer)
                     optimizer.step()
-        assert fused._fused_steps
+        assert all(plan.fused for plan in fused._plans.values())
         assert_same_shards(fused, other)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit_optim import codec
 from lowbit_optim.lion import lion_update
 from lowbit_optim.subclasses import OptimState8bit
-from lowbit_optim.updates import Updates
+from lowbit_optim.updates import FusedOptions, Updates
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -74,9 +74,9 @@ def reference(
 ) -> None:
     scalars = [torch.tensor(value, dtype=torch.float32) for value in SCALARS]
     for i, (p, g, m) in enumerate(zip(params, grads, states, strict=True)):
-        noise = (torch.tensor(codec.noise_key(0, i)), torch.tensor(step))
-        noise = noise if rounding and p.dtype != torch.float32 else (None, None)
-        lion_update(p, g, m, *scalars, *noise, master_residual=residuals[i] if residuals else None)
+        noise = codec.Noise(torch.tensor(codec.noise_key(0, i)), torch.tensor(step))
+        noise = noise if rounding and p.dtype != torch.float32 else None
+        lion_update(p, g, m, *scalars, noise, residuals[i] if residuals else None)
 
 
 def residuals_of(params: list[Tensor], bits: int) -> list[Tensor]:
@@ -117,7 +117,7 @@ class Fused:
         n = len(params)
         fine = [None] * n if residuals is None else residuals
         updates = Updates(params, grads, states, fine, list(range(n)), [0] * n if firsts is None else firsts)
-        options = (block_size, 0, rounding, None if residuals is None else 24)
+        options = FusedOptions(block_size, 0, rounding, None if residuals is None else 24)
         if not self.step.takes(updates, options):
             self.step.plan(updates, options)
             self.plans += 1
