@@ -77,6 +77,10 @@ class BlockwiseTensor(TorchAOBaseTensor):
         _check_shape(x.shape, block_size)
         if not x.dtype.is_floating_point:
             raise TypeError(f"from_float quantises float tensors, not {x.dtype}")
+        if shards.is_dtensor(x):  # whose view as another dtype converts values
+            raise TypeError(
+                "from_float takes plain tensors, not DTensors: write into sharded state with state.copy_(x)"
+            )
         return cls(*cls._encode(x.detach(), block_size), block_size, dtype or x.dtype)
 
     @classmethod
@@ -238,15 +242,23 @@ def _is_pinned(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
 
 @BlockwiseTensor.implements([aten.copy_.default])
 def _copy_(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    """All four combinations of quantised and float; a broadcast source works as it does for plain tensors."""
+    """All four combinations of quantised and float; a broadcast source works as it does for plain tensors.
+
+    Where the target is sharded, a float source is gathered to be encoded, which is a collective call, and a plain one
+    is taken for the whole.
+    """
     target, source = args[0], args[1]
     if not isinstance(target, BlockwiseTensor):
         return func(target, source.dequantize(), *args[2:], **kwargs)
     if type(source) is type(target) and source.shape == target.shape and source.block_size == target.block_size:
         codes, scale = source.codes, source.scale
     else:
-        values = dequantize(source)
+        values = shards.full(dequantize(source))
         codes, scale = target._encode(values.expand(target.shape), target.block_size)
+        if shards.is_dtensor(target.codes):
+            shards.copy_(target.codes, codes)
+            shards.copy_(target.scale, scale)
+            return target
     target.codes.copy_(codes, *args[2:])
     target.scale.copy_(scale, *args[2:])
     return target
@@ -270,8 +282,10 @@ def _zero_(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 def _new(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     """New tensors are zero where torch leaves them undefined: arbitrary bytes could decode to NaN."""
     x = args[0]
-    shape = args[1] if len(args) > 1 else x.shape
     dtype, device = kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device
+    if len(args) == 1 and dtype.is_floating_point:
+        return x.with_parts(*(torch.zeros_like(part, device=device) for part in parts(x)), dtype)  # and as sharded
+    shape = args[1] if len(args) > 1 else x.shape
     if len(shape) == 0 or not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype, device=device)
     return type(x).zeros(shape, x.block_size, dtype, device)

@@ -1,5 +1,6 @@
 """Steps of sharded parameters: every mesh gives the bits of one process, given the same gradients."""
 
+import itertools
 from typing import Any
 
 import interpreter
@@ -10,13 +11,15 @@ import torch.distributed as dist
 from meshes import OPTIONS, SHAPES, by_hand, make_meshes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from workers import Ranks, device
 
-from lowbit_optim import Lion8bit, codec
+from lowbit_optim import Lion8bit, codec, sharding, shards
+from lowbit_optim.subclasses import OptimState8bit
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor, dequantize, parts
 
 BY_HAND = {
@@ -49,6 +52,30 @@ def _every_mesh(world_size: int) -> None:
             optimizer = Lion8bit(bag.parameters(), **OPTIONS)
             meshes.train(mesh, optimizer, 20)
             meshes.assert_same_bits(mesh, optimizer, meshes.reference(tuple(SHAPES), 20))
+
+
+def test_sharded_momentum_is_written_as_in_one_process(ranks: Ranks) -> None:
+    """Of any sharding, from values that are sharded in any way, or whole; blocks that are cut as well."""
+    ranks.run(2, _written)
+
+
+def _written() -> None:
+    x = torch.randn(6, 40).to(device())
+    expected = OptimState8bit.from_float(x, 16)
+    mesh = init_device_mesh(device().type, (2,))
+    placements = Replicate(), Shard(0), Shard(1)
+    for placement, other in itertools.product(placements, placements):
+        p = nn.Parameter(distribute_tensor(x, mesh, [placement]))
+        state = torch.zeros_like(sharding.zeros(p, OptimState8bit, 16))
+        for source in (distribute_tensor(x, mesh, [other]), x):
+            state.zero_()
+            state.copy_(source)
+            assert torch.equal(shards.full(state.codes), expected.codes)
+            assert torch.equal(shards.full(state.scale), expected.scale)
+        state.copy_(state.dequantize() * 0.5)
+        assert torch.equal(shards.full(state.dequantize()), expected.dequantize() * 0.5)
+        with pytest.raises(TypeError, match=r"write into sharded state with state.copy_"):
+            OptimState8bit.from_float(p, 16)
 
 
 @pytest.mark.compiler
