@@ -1,7 +1,6 @@
 """The optimizer around an update function: groups and their options, state, and the step over all parameters."""
 
 import functools
-import itertools
 import operator
 import threading
 import warnings
@@ -30,7 +29,7 @@ from lowbit_optim.hyperparameters import (
 from lowbit_optim.options import MIN_BLOCK_SIZE, check_group_keys, check_options
 from lowbit_optim.subclasses import OptimState8bit
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
-from lowbit_optim.updates import NO_UPDATES, LocalUpdates, Updates, check_dtype
+from lowbit_optim.updates import NO_UPDATES, FusedOptions, FusedStep, LocalUpdates, Updates, check_dtype
 
 ParamsT: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -71,10 +70,18 @@ class _GroupStep:
 
     group: dict[str, Any]
     scalars: tuple[float | Tensor, ...]
-    fused: Any  # steps `together`, if there is any
+    fused: FusedStep | None  # steps `together`, if there is any
     together: Updates
     one_by_one: Updates
     copied: list[tuple[Tensor, Tensor]]  # parameters that `together` has copies of, and these
+
+
+@dataclass
+class _Plan:
+    """What was learned of a group, or a part of one, in earlier steps."""
+
+    fused: FusedStep | None = None
+    local: LocalUpdates | None = None  # if there are DTensors
 
 
 class LowBitOptimizer(Optimizer):
@@ -104,8 +111,7 @@ class LowBitOptimizer(Optimizer):
     def _forget(self) -> None:
         """What was learned in earlier steps to save time."""
         self._order = _StateOrder({}, [])
-        self._fused_steps: dict[tuple[int, Hashable], Any] = {}  # by number of the group, and a part of it
-        self._local_updates: dict[tuple[int, Hashable], LocalUpdates] = {}  # alike; of groups with DTensors
+        self._plans: dict[tuple[int, Hashable], _Plan] = {}  # by the group's number and its part, None for all of it
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own. Raises as the constructor does."""
@@ -283,7 +289,9 @@ class LowBitOptimizer(Optimizer):
         self._step_part(prepared)
         return prepared.scalars
 
-    def _prepare_offloaded(self, collected: list[Updates], part: int = -1) -> tuple[list[Updates], Callable[[], None]]:
+    def _prepare_offloaded(
+        self, collected: list[Updates], part: int | None = None
+    ) -> tuple[list[Updates], Callable[[], None]]:
         """What has its state beside it, and a function that steps the rest."""
         if not self.defaults["offload_state"]:
             return collected, lambda: None
@@ -317,7 +325,7 @@ class LowBitOptimizer(Optimizer):
             indices = list(range(first, first + len(params)))
             first += len(params)
             updates = Updates.of(group, params, [p.grad for p in params], states, indices)
-            if not all(map(operator.is_not, updates.grads, itertools.repeat(None))):
+            if any(grad is None for grad in updates.grads):
                 updates = updates.select([grad is not None for grad in updates.grads])
             collected.append(updates)
         return collected
@@ -344,7 +352,7 @@ class LowBitOptimizer(Optimizer):
             not s and _is_trained(p) for group, some in pairs for p, s in zip(group["params"], some, strict=True)
         )
 
-    def _prepare(self, number: int, updates: Updates, part: Hashable = -1) -> _GroupStep:
+    def _prepare(self, number: int, updates: Updates, part: Hashable = None) -> _GroupStep:
         """Raises whatever is wrong with a group or its parameters."""
         group = self.param_groups[number]
         if group["decouple_lr"]:  # it may have been switched on since, by hand or by a checkpoint
@@ -354,34 +362,33 @@ class LowBitOptimizer(Optimizer):
         if self.defaults["fused"] is False or torch.compiler.is_compiling():
             updates.check(group["master_weight_bits"])
             return _GroupStep(group, scalars, None, NO_UPDATES, updates, [])
-        options = (group["block_size"], group["seed"], group["stochastic_rounding"], group["master_weight_bits"])
-        fused = self._fused_steps.get((number, part))
-        known = self._local_updates.get((number, part))
-        local = known.of(updates) if known else updates
-        if fused is not None and local is not None and fused.takes(local, options):
-            return _GroupStep(group, scalars, fused, local, NO_UPDATES, [])
+        options = FusedOptions.of(group)
+        plan = self._plans.setdefault((number, part), _Plan())
+        local = plan.local.of(updates) if plan.local else updates
+        if plan.fused and local is not None and plan.fused.takes(local, options):
+            return _GroupStep(group, scalars, plan.fused, local, NO_UPDATES, [])
         updates.check(group["master_weight_bits"])
         local = updates.in_one_run(lambda p: self._is_fused(p, group))
-        self._remember(number, part, updates, local)
+        plan.local = self._local_updates(updates, local)
         chosen = [self._is_fused(p, group) for p in local.params]
         one_by_one = local.select([not each for each in chosen])
         together, copied = local.select(chosen).as_plain()
-        if together.params and (fused is None or not fused.takes(together, options)):
-            fused = self._fused_steps[number, part] = self._new_fused_step()  # type: ignore[misc]
-            fused.plan(together, options)
-        return _GroupStep(group, scalars, fused, together, one_by_one, copied)
+        if together.params and (plan.fused is None or not plan.fused.takes(together, options)):
+            plan.fused = self._new_fused_step()  # type: ignore[misc]
+            plan.fused.plan(together, options)
+        return _GroupStep(group, scalars, plan.fused, together, one_by_one, copied)
 
-    def _remember(self, number: int, part: Hashable, whole: Updates, local: Updates) -> None:
+    def _local_updates(self, whole: Updates, local: Updates) -> LocalUpdates | None:
         """What a rank holds of all of them, if that is plain; not of state that is on its device for one step alone."""
-        self._local_updates.pop((number, part), None)
         has_dtensors = any(map(shards.is_dtensor, whole.params))
-        if has_dtensors and not any(map(shards.is_dtensor, local.params)) and not self.defaults["offload_state"]:
-            self._local_updates[number, part] = LocalUpdates(whole, local)
+        if not has_dtensors or any(map(shards.is_dtensor, local.params)) or self.defaults["offload_state"]:
+            return None
+        return LocalUpdates(whole, local)
 
     def _step_group(self, step: _GroupStep, shared_blocks: sharding.SharedBlocks) -> None:
         moves_weights = advance_step(step.group, getattr(self, "found_inf", None))
-        if step.together.params:
-            self._step_together(step)
+        if step.fused and step.together.params:
+            self._step_together(step.fused, step)
         updates = step.one_by_one
         if not moves_weights:
             # 0 * inf is NaN, and 0 + -0.0 is 0.0: at lr 0 the update gets a copy, so that no weight can change
@@ -414,8 +421,8 @@ class LowBitOptimizer(Optimizer):
 
     # --- Fused step -------------------------------------------------------------------------------------------------
 
-    # Returns an object like :class:`lowbit_optim.fused.FusedLion`; None if there is no such kernel.
-    _new_fused_step: ClassVar[Callable[[], Any] | None] = None
+    # None if there is no such kernel.
+    _new_fused_step: ClassVar[Callable[[], FusedStep] | None] = None
 
     def _is_fused(self, p: Tensor, group: Mapping[str, Any]) -> bool:
         """Whether the fused kernel steps this parameter."""
@@ -438,9 +445,9 @@ class LowBitOptimizer(Optimizer):
         params = ((p, group) for group in self.param_groups for p in group["params"] if _is_trained(p))
         return all(not shards.is_dtensor(p) and self._is_fused(p, group) for p, group in params)
 
-    def _step_together(self, step: _GroupStep) -> None:
+    def _step_together(self, fused: FusedStep, step: _GroupStep) -> None:
         count, grad_scale = step.group["step"], getattr(self, "grad_scale", None)
-        step.fused.run(
+        fused.run(
             kernel_scalars(step.scalars, step.together.params[0].device),
             count.item() if count.device.type == "cpu" else count,
             None if grad_scale is None else grad_scale.double().reciprocal().float(),  # as GradScaler's own unscaling

@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -88,6 +88,35 @@ class Updates(NamedTuple):
 
 
 NO_UPDATES = Updates([], [], [], [], [], [])
+
+
+class FusedOptions(NamedTuple):
+    """What the fused step needs to know of a group beside its hyper-parameters."""
+
+    block_size: int  # unquantised momentum is stepped in blocks, too
+    seed: int
+    stochastic_rounding: bool
+    master_weight_bits: int | None
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "FusedOptions":
+        return cls(*(group[name] for name in cls._fields))
+
+
+class FusedStep(Protocol):
+    """Steps tensors together: :class:`lowbit_optim.fused.FusedLion`, seen from where there may be no Triton."""
+
+    def takes(self, updates: Updates, options: FusedOptions) -> bool: ...
+
+    def plan(self, updates: Updates, options: FusedOptions) -> None: ...
+
+    def run(
+        self,
+        scalars: Sequence[float | Tensor],
+        step: int | Tensor,
+        inverse_grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None: ...
 
 
 class LocalUpdates:

@@ -18,7 +18,7 @@ from lowbit_optim.fused.kernel import FIELDS, PROGRAMS_PER_BUCKET, QUANTIZED, UN
 from lowbit_optim.hyperparameters import is_capturing
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 from lowbit_optim.triton_launch import alignments, launch
-from lowbit_optim.updates import Updates, watch
+from lowbit_optim.updates import FusedOptions, Updates, watch
 
 # torch's own, and not in every build of it
 try:
@@ -30,7 +30,6 @@ _addresses_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None
 _PROGRAM_NUMEL = 512
 _WARPS = 1  # then no thread waits for another warp's share of a block's maximum
 _ALIGNMENT = 16  # bytes of the widest load, and elements of one of codes
-Options = tuple[int, int, bool, int | None]
 _TRITON_DTYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -44,8 +43,6 @@ class FusedLion:
 
     What is launched is planned once for tensors that stay where they are; gradients may move from step to step. For
     ``updates`` see :class:`lowbit_optim.updates.Updates`; parameters and gradients are plain and contiguous.
-    ``options`` are the group's block size (unquantised momentum is stepped in blocks, too), the seed, whether to round
-    16-bit weights stochastically, and the bits of its master weights, if it has any.
     """
 
     def __init__(self) -> None:
@@ -55,7 +52,7 @@ class FusedLion:
         self._key: tuple[Any, ...] = ()
         self._launches: list[_Launch] = []
 
-    def takes(self, updates: Updates, options: Options) -> bool:
+    def takes(self, updates: Updates, options: FusedOptions) -> bool:
         """Whether these are the tensors of the plan; only gradients may be elsewhere, which it takes note of."""
         residuals = _residuals(updates, options)
         return (
@@ -76,22 +73,21 @@ class FusedLion:
         self._grads = moved
         return True
 
-    def plan(self, updates: Updates, options: Options) -> None:
+    def plan(self, updates: Updates, options: FusedOptions) -> None:
         """Raises RuntimeError if the state or the gradient of a parameter does not fit it."""
-        block_size, seed, stochastic_rounding, _ = options
         launches: dict[tuple[Any, ...], _Launch] = {}
         for number, (param, grad, exp_avg, residual, index, first) in enumerate(zip(*updates, strict=True)):
             _check(param, grad, exp_avg, residual)
             if param.numel() == 0:
                 continue
-            block = block_size
+            block = options.block_size
             if isinstance(exp_avg, BlockwiseTensor):
                 block = _own_block_size(param.shape, exp_avg.block_size)
             residual_bits = 0 if residual is None else 8 * residual.element_size()
-            kind = (param.device, param.dtype, grad.dtype, block, stochastic_rounding, residual_bits)
+            kind = (param.device, param.dtype, grad.dtype, block, options.stochastic_rounding, residual_bits)
             if kind not in launches:
                 launches[kind] = _Launch(*kind)
-            launches[kind].add(number, param, grad, exp_avg, residual, codec.noise_key(seed, index), first)
+            launches[kind].add(number, param, grad, exp_avg, residual, codec.noise_key(options.seed, index), first)
         residuals = _residuals(updates, options)
         self._launches = list(launches.values())
         self._layouts = _Layouts([*updates.params, *updates.grads, *residuals])
@@ -191,9 +187,10 @@ def _addresses(exp_avg: Tensor) -> tuple[int, ...]:
     return exp_avg.codes.data_ptr(), exp_avg.scale.data_ptr(), exp_avg.block_size
 
 
-def _residuals(updates: Updates, options: Options) -> list[Tensor]:
-    *_, master_weight_bits = options
-    return [residual for residual in updates.residuals if residual is not None] if master_weight_bits else []
+def _residuals(updates: Updates, options: FusedOptions) -> list[Tensor]:
+    if not options.master_weight_bits:
+        return []
+    return [residual for residual in updates.residuals if residual is not None]
 
 
 @dataclass

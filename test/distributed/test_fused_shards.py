@@ -146,7 +146,7 @@ def _changed(change: Change) -> None:
                     if step == 2:
                         change(optimizer)
                     optimizer.step()
-        assert fused._fused_steps
+        assert all(plan.fused for plan in fused._plans.values())
         assert_same_shards(fused, other)
 
 

@@ -73,8 +73,8 @@ def _fused() -> None:
     for bits in (24, 32):
         with interpreter.fused_on(device().type):
             _, optimizer = trained(MESHES["2"], bits, steps=2)
-            (fused_step,) = optimizer._fused_steps.values()
-            assert len(fused_step._grads.addresses) == len(SHAPES)
+            (plan,) = optimizer._plans.values()
+            assert len(plan.fused._grads.addresses) == len(SHAPES)
         assert_as_one_process(MESHES["2"], optimizer, trained(ONE, bits, steps=2)[1])
 
 

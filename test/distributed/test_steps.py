@@ -356,8 +356,8 @@ def _partly_fused() -> tuple[list[bool], list[bool]]:
                 plain.grad = _ones()
                 optimizer.step()
             assert not optimizer._step_supports_amp_scaling
-        (fused_step,) = optimizer._fused_steps.values()
-        stepped = len(fused_step._grads.addresses)
+        (plan,) = optimizer._plans.values()
+        stepped = len(plan.fused._grads.addresses)
         fused.append(stepped == len(SHAPES) + 1 if takes_shards else stepped < len(SHAPES) + 1)
         expected.append(True)
         del optimizer.param_groups[0]["params"][-1]

@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit_optim import codec
 from lowbit_optim.lion import lion_update
 from lowbit_optim.subclasses import OptimState8bit
-from lowbit_optim.updates import Updates
+from lowbit_optim.updates import FusedOptions, Updates
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -117,7 +117,7 @@ class Fused:
         n = len(params)
         fine = [None] * n if residuals is None else residuals
         updates = Updates(params, grads, states, fine, list(range(n)), [0] * n if firsts is None else firsts)
-        options = (block_size, 0, rounding, None if residuals is None else 24)
+        options = FusedOptions(block_size, 0, rounding, None if residuals is None else 24)
         if not self.step.takes(updates, options):
             self.step.plan(updates, options)
             self.plans += 1
@@ -405,7 +405,7 @@ def test_a_plan_is_for_these_tensors_alone(guards: bool, monkeypatch: pytest.Mon
         monkeypatch.setattr("lowbit_optim.fused.launch.TensorGuards", None)
     params, states = make([(3, 128), (100,)], torch.bfloat16)
     grads = [torch.randn_like(p) for p in params]
-    fused, options = Fused().step, (64, 0, True, 24)
+    fused, options = Fused().step, FusedOptions(64, 0, True, 24)
     given = Updates(params, grads, states, residuals_of(params, 24), [0, 1], [0, 0])
     fused.plan(given, options)
     assert fused.takes(given, options)
@@ -425,7 +425,7 @@ def test_a_plan_is_for_these_tensors_alone(guards: bool, monkeypatch: pytest.Mon
     ]:
         assert not fused.takes(given._replace(**other), options), other.keys()
     for changed in [(32, 0, True, 24), (64, 1, True, 24), (64, 0, False, 24), (64, 0, True, None)]:
-        assert not fused.takes(given, changed)
+        assert not fused.takes(given, FusedOptions(*changed))
 
 
 @pytest.mark.parametrize("part", ["codes", "scale", "all", "float"])
@@ -434,7 +434,7 @@ def test_a_plan_ends_with_the_memory_of_the_state(part: str) -> None:
     params, states = make([(3, 128), (100,)], torch.float32)
     grads = [torch.randn_like(p) for p in params]
     given = Updates(params, grads, states, [None, None], [0, 1], [0, 0])
-    fused, options = Fused().step, (64, 0, True, None)
+    fused, options = Fused().step, FusedOptions(64, 0, True, None)
     fused.plan(given, options)
     assert fused.takes(given, options)
     kept = states[0].codes, states[0].scale, states[1].data  # so that no address can be the same
