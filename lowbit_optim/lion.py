@@ -124,16 +124,22 @@ class Lion(LowBitOptimizer):
         Returns:
             0 ... 1, over what this rank holds of the weights; 0 if there are none of these dtypes. Gradients, momentum
             and weight decay, which is smaller still, play no part.
+
+        Raises:
+            IndexError: there is no such group.
         """
         self._offload.wait()
+        if group is not None and group not in range(len(self.param_groups)):
+            last = len(self.param_groups) - 1
+            raise IndexError(f"group={group}; parameter groups are numbered 0 ... {last}, and None means all of them")
         groups = self.param_groups if group is None else [self.param_groups[group]]
         stalled = total = 0
         for each in groups:
             lr, is_noisy = float(each["lr"]), each["stochastic_rounding"]
             for p in each["params"]:
                 if p.requires_grad and p.dtype in codec.CUT_BITS:
-                    state = self.state.get(p) or self._new_state(p, each)
-                    stalled += weights.count_stalled(p, state.get("master_residual"), lr, is_noisy)
+                    residual = self._residual(p) if self.state.get(p) else self._new_residual(p, each)
+                    stalled += weights.count_stalled(p, residual, lr, is_noisy)
                     total += shards.to_local(p).numel()
         return stalled / total if total else 0.0
 

@@ -156,14 +156,18 @@ class LowBitOptimizer(Optimizer):
         sharding.check_not_flattened(p)
         check_dtype(p)
         state: dict[str, Tensor] = {"exp_avg": self._new_momentum(p, group)}
-        if group["master_weight_bits"] and p.dtype != torch.float32:
-            state["master_residual"] = sharding.zeros_like(p, codec.RESIDUAL_DTYPES[group["master_weight_bits"]])
-        return state
+        residual = self._new_residual(p, group)
+        return state if residual is None else {**state, "master_residual": residual}
 
     def _new_momentum(self, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         if self._is_quantized(p, group):
             return sharding.zeros(p, self.state_class, group["block_size"])
         return sharding.zeros_like(p, torch.float32)
+
+    def _new_residual(self, p: Tensor, group: Mapping[str, Any]) -> Tensor | None:
+        if not group["master_weight_bits"] or p.dtype == torch.float32:
+            return None
+        return sharding.zeros_like(p, codec.RESIDUAL_DTYPES[group["master_weight_bits"]])
 
     @torch.compiler.disable
     def _init_missing_state(self) -> None:

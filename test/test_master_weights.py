@@ -713,7 +713,18 @@ def test_the_stalled_fraction_of_groups() -> None:
     optimizer = Lion8bit(groups, lr=1e-4, stochastic_rounding=False)
     assert optimizer.stalled_fraction() == 0.75
     assert [optimizer.stalled_fraction(group) for group in range(3)] == [1.0, 0.0, 0.0]
+    for group in (3, -1):
+        with pytest.raises(IndexError, match=rf"group={group}; parameter groups are numbered 0 \.\.\. 2"):
+            optimizer.stalled_fraction(group)
     assert (ones == 1).all()
+
+
+def test_the_stalled_fraction_needs_no_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step, there is none in memory."""
+    monkeypatch.setattr(Lion8bit, "_new_momentum", lambda *args: pytest.fail("a momentum was made"))
+    optimizer = Lion8bit([nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16))], lr=1e-6, master_weight_bits=24)
+    assert optimizer.stalled_fraction() == 0.0
+    assert not optimizer.state
 
 
 def test_the_stalled_fraction_is_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
