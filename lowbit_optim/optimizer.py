@@ -189,7 +189,18 @@ class LowBitOptimizer(Optimizer):
         return super().__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, with plain tensors alone: an 8-bit momentum is ``{"codes": int8, "scale": uint8}``."""
+        """As in torch.optim, with plain tensors alone, DTensors where a parameter is one; in the state's own memory.
+
+        Returns:
+            ``param_groups``, and in ``state`` for each parameter:
+
+            - ``exp_avg``: ``{"codes": int8, "scale": uint8}``, shaped like the parameter and
+              ``(*codec.scale_shape(p.shape, block_size), 2)``, the two bytes of each scale. A float32 tensor shaped
+              like the parameter where it is not quantised, or in another format than ``OptimState8bit``.
+            - ``master_residual``, of bfloat16 and float16 parameters with ``master_weight_bits``: for 24 bits
+              ``{"int8": int8}``, shaped like the parameter; for 32 ``{"int16": uint8}``, ``(*p.shape, 2)``, the two
+              bytes of each.
+        """
         self._offload.wait()
         with _SAVING:  # a thread that logs or saves must not meet another one's hook
             handle = self.register_state_dict_post_hook(_pack_state_dict, prepend=True)
@@ -201,8 +212,12 @@ class LowBitOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load from this package or another; the formats are in :func:`lowbit_optim.checkpoint.read_state_dict`.
 
-        What is quantised, and how, stays as it is in this optimizer. A checkpoint that does not fit raises and changes
-        nothing.
+        What is quantised, and how, stays as it is in this optimizer. Sharded state that is cut or quantised otherwise
+        here is gathered, which is a collective call.
+
+        Raises:
+            ValueError, TypeError: the checkpoint does not fit; the message says which parameter, what came, what is
+                allowed and what to do. Nothing has changed.
         """
         self._offload.wait()
         checkpoint.load(self, state_dict, super().load_state_dict, self._allocate)
@@ -250,8 +265,19 @@ class LowBitOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
+        What is wrong with a parameter or a group is found before anything moves; the message says which and what to do.
+
         Args:
             closure: re-evaluates the model and returns the loss, which ``step`` then returns.
+
+        Raises:
+            RuntimeError: a gradient is sparse; it or the state is from before a parameter or an option was changed;
+                ``fused=True``, and the kernel cannot run; a CUDA graph is captured that would replay what belongs to
+                one step; gradients are released, and a hyper-parameter was changed after backward.
+            TypeError: a parameter's dtype; one of it and its gradient is a DTensor, the other is not.
+            ValueError: a learning rate is not finite, or weight decay cannot be scaled by it; a DTensor's mesh,
+                placements or shard cannot be stepped.
+            NotImplementedError: a parameter is part of a flattened buffer (FSDP1, DeepSpeed).
         """
         loss = None
         if closure is not None:

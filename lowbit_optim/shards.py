@@ -1,7 +1,7 @@
 """Which elements of a tensor a rank holds, and which blocks they belong to.
 
 Everything follows from the whole tensor's shape, the mesh and the placements, so that a rank knows without asking.
-This module imports ``torch.distributed`` only once a DTensor has been met.
+``torch.distributed`` is imported where a DTensor has been met, since some builds of torch are without it.
 """
 
 import functools
@@ -24,7 +24,7 @@ Splits = list[tuple[int, int, int]]  # (parts, which of them, split factor), one
 
 
 def is_dtensor(x: Any) -> bool:
-    return hasattr(x, "device_mesh")  # asking for the class would import torch.distributed
+    return hasattr(x, "device_mesh")  # some builds of torch have no class to ask for
 
 
 def to_local(x: Tensor) -> Tensor:
