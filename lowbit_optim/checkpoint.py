@@ -12,8 +12,7 @@ that a broken checkpoint changes nothing.
 
 import math
 import numbers
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +117,7 @@ def load(
     state_dict: Mapping[str, Any],
     base_load: Callable[[Any], None],
     allocate: Allocate,
-) -> None:
+) -> list[str]:
     """Load ``state_dict`` into ``optimizer`` through ``base_load``, its base class's ``load_state_dict``.
 
     The base class would cast state to each parameter's dtype, so it is given none: one hook reads the state, after
@@ -131,14 +130,18 @@ def load(
         base_load: called once with ``state_dict``.
         allocate: ``(parameter, group) -> state``: zero state of the live layout, on the parameter's device.
 
+    Returns:
+        What to warn of. The caller does, who alone knows how far away the user's line is.
+
     Raises:
         ValueError, TypeError: the checkpoint does not fit. The optimizer is as it was.
     """
     states: list[State | None] = []
+    messages: list[str] = []
 
     def read(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         live = optimizer.param_groups
-        states[:], options = read_state_dict(state_dict, live, allocate)
+        states[:], options, messages[:] = read_state_dict(state_dict, live, allocate)
         groups = [{**group, **new} for group, new in zip(live, options, strict=True)]
         return {**state_dict, "state": {}, "param_groups": _number_parameters(groups)}
 
@@ -159,6 +162,7 @@ def load(
     finally:
         for hook in hooks:
             hook.remove()
+    return messages
 
 
 def _number_parameters(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -174,7 +178,7 @@ def _number_parameters(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
 @torch.no_grad()
 def read_state_dict(
     state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], allocate: Allocate
-) -> tuple[list[State | None], list[dict[str, Any]]]:
+) -> tuple[list[State | None], list[dict[str, Any]], list[str]]:
     """Check a whole checkpoint and convert it to the live layout. Changes nothing that exists.
 
     Momentum that is quantised alike on both sides keeps its bits. Any other is decoded and stored anew.
@@ -186,8 +190,8 @@ def read_state_dict(
         allocate: ``(parameter, group) -> state``: zero state of the live layout, on the parameter's device.
 
     Returns:
-        New state for each parameter in order, None where the checkpoint has none; and for each group the options that
-        it takes over.
+        New state for each parameter in order, None where the checkpoint has none; for each group the options that it
+        takes over; and what to warn of, a message each.
 
     Raises:
         ValueError, TypeError: saying which parameter, what came, what is allowed and what to do.
@@ -209,10 +213,9 @@ def read_state_dict(
             states.append(None if state is None else _read_state(state, saved_group.options, name, p, group, allocate))
             if state is None and p.requires_grad:
                 absent.append(name)
-    _check_absent(absent, states, options)
-    _warn_of_corrections(saved)
-    _warn_of_dropped_residuals(saved, states)
-    return states, options
+    _check_not_lost(absent, states, options)
+    messages = [*_absent_states(absent, states), *_unread_corrections(saved), *_dropped_residuals(saved, states)]
+    return states, options, messages
 
 
 def _read_state(
@@ -365,37 +368,35 @@ def _check_order(saved: Sequence[_SavedGroup], live: Sequence[dict[str, Any]]) -
             )
 
 
-def _check_absent(absent: list[str], states: list[State | None], options: list[dict[str, Any]]) -> None:
+def _check_not_lost(absent: list[str], states: list[State | None], options: list[dict[str, Any]]) -> None:
     """A parameter that was frozen has no state. If none has any after a step, it was lost on the way."""
-    if not absent:
-        return
-    if any(state is not None for state in states):
-        message = f"the checkpoint has no state for {_list(absent)}: that momentum starts from zero"
-        warnings.warn(message, stacklevel=2)
-    elif any(group.get("step", 0) > 0 for group in options):
+    if absent and not any(states) and any(group.get("step", 0) > 0 for group in options):
         raise ValueError(
             "the checkpoint says that steps were taken, but holds no state. torch's get_optimizer_state_dict and "
             "set_optimizer_state_dict drop it without a word if gradients exist: call zero_grad() before them."
         )
 
 
-def _warn_of_corrections(saved: Sequence[_SavedGroup]) -> None:
+def _absent_states(absent: list[str], states: list[State | None]) -> Iterator[str]:
+    if absent and any(states):
+        yield f"the checkpoint has no state for {_list(absent)}: that momentum starts from zero"
+
+
+def _unread_corrections(saved: Sequence[_SavedGroup]) -> Iterator[str]:
     keys = {key for group in saved for state in group.states if state for key in state}
     if keys & _CORRECTIONS:
-        message = f"weight corrections {_list(keys & _CORRECTIONS)} were not read: weights go on as the model has them"
-        warnings.warn(message, stacklevel=2)
+        yield f"weight corrections {_list(keys & _CORRECTIONS)} were not read: weights go on as the model has them"
 
 
-def _warn_of_dropped_residuals(saved: Sequence[_SavedGroup], states: Sequence[State | None]) -> None:
+def _dropped_residuals(saved: Sequence[_SavedGroup], states: Sequence[State | None]) -> Iterator[str]:
     """The weights of the model are then all there is."""
     olds = [state for group in saved for state in group.states]
     if any(old and _RESIDUAL in old and new and _RESIDUAL not in new for old, new in zip(olds, states, strict=True)):
-        message = (
+        yield (
             f"the checkpoint's {_RESIDUAL} was not read, and its weights lose what 16 bits have no room for: this "
             "optimizer has no master_weight_bits, or its parameters are float32. To keep them, load into an optimizer "
             "and a model like those that were saved, and take optimizer.fp32_state_dict(model)."
         )
-        warnings.warn(message, stacklevel=2)
 
 
 # --- Group options --------------------------------------------------------------------------------------------------
