@@ -50,7 +50,7 @@ _STORAGE_OPTIONS = {
     "offload_state",
 }
 # What these mean in the groups of other optimizers they would not mean in ours.
-_FOREIGN_OPTIONS = {"eps", "alpha", "t_alpha", "t_beta3", "fused", "foreach", "capturable", "differentiable"}
+_DROPPED_OPTIONS = {"eps", "alpha", "t_alpha", "t_beta3", "fused", "foreach", "capturable", "differentiable"}
 
 
 # --- Out ------------------------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def _dropped_residuals(saved: Sequence[_SavedGroup], states: Sequence[State | No
 
 def _read_options(saved: _SavedGroup, where: str) -> dict[str, Any]:
     """The options to take over: all but how state is stored, so that what schedulers keep in a group comes along."""
-    ignored = {"param_names"} | _STORAGE_OPTIONS | _FOREIGN_OPTIONS | {FLASHOPTIM_OPTION, "format_version"}
+    ignored = {"param_names"} | _STORAGE_OPTIONS | _DROPPED_OPTIONS | {FLASHOPTIM_OPTION, "format_version"}
     options = {key: value for key, value in saved.options.items() if key not in ignored}
     if "format_version" in saved.options:
         _check_complete(options, where)
