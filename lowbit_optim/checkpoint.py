@@ -12,8 +12,7 @@ that a broken checkpoint changes nothing.
 
 import math
 import numbers
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +20,26 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowbit_optim import codec, sharding, shards
+from lowbit_optim import sharding, shards
+from lowbit_optim.formats import (
+    CORRECTIONS,
+    FLASHOPTIM_OPTION,
+    FLOAT_DTYPES,
+    RESIDUAL,
+    State,
+    listed,
+    read_momentum,
+    read_residual,
+    unwrapped,
+)
 from lowbit_optim.options import check_options
 from lowbit_optim.subclasses import OptimState8bit
 from lowbit_optim.subclasses.blockwise import BlockwiseTensor
 
 FORMAT_VERSION = 1
 
-State = dict[str, Any]
 Allocate = Callable[[Tensor, dict[str, Any]], State]
 
-_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # How state is stored is up to the optimizer that loads it, not to the checkpoint.
 _STORAGE_OPTIONS = {
     "quantize",
@@ -42,13 +50,7 @@ _STORAGE_OPTIONS = {
     "offload_state",
 }
 # What these mean in the groups of other optimizers they would not mean in ours.
-_FOREIGN_OPTIONS = {"eps", "alpha", "t_alpha", "t_beta3", "fused", "foreach", "capturable", "differentiable"}
-_BITSANDBYTES_KEY = "__bnb_optimizer_quant_state__"
-_BITSANDBYTES_BLOCK_SIZES = (256, 2048)  # 2048 in older versions
-_FLASHOPTIM_OPTION = "master_bytewidth"
-_FLASHOPTIM_BLOCK_SIZE = 32
-_RESIDUAL = "master_residual"
-_CORRECTIONS = {"errors", "error_bits"}  # of the weight's rounding, in llm-foundry and FlashLion
+_DROPPED_OPTIONS = {"eps", "alpha", "t_alpha", "t_beta3", "fused", "foreach", "capturable", "differentiable"}
 
 
 # --- Out ------------------------------------------------------------------------------------------------------------
@@ -73,7 +75,7 @@ def pack_option(value: Any) -> Any:
 
 
 def _pack_value(key: str, value: Any) -> Any:
-    if key == _RESIDUAL:
+    if key == RESIDUAL:
         value = value.detach()
         return {"int8": value} if value.dtype == torch.int8 else {"int16": shards.as_bytes(value)}
     if isinstance(value, OptimState8bit):
@@ -91,14 +93,14 @@ def float_state_dict(source: Optimizer | Mapping[str, Any], dtype: torch.dtype =
         source: a ``Lion`` or ``Lion8bit``, or any state dict that they load.
         dtype: float32, bfloat16, float16 or float64.
     """
-    if dtype not in _FLOAT_DTYPES:
-        raise ValueError(f"dtype is {dtype}; the momentum can be written as {_list(_FLOAT_DTYPES)}")
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"dtype is {dtype}; the momentum can be written as {listed(FLOAT_DTYPES)}")
     saved = _parse(source.state_dict() if isinstance(source, Optimizer) else source)
     states, groups = {}, []
     for group in saved:
         for key, name, state in zip(group.keys, group.names, group.states, strict=True):
             if state is not None:
-                states[key] = {"exp_avg": _as_float(_read_momentum(state, group.options, name), dtype)}
+                states[key] = {"exp_avg": _as_float(read_momentum(state, group.options, name), dtype)}
         options = {k: v for k, v in group.options.items() if k not in _STORAGE_OPTIONS | {"fused", "format_version"}}
         groups.append({**options, "params": group.keys})
     return {"state": states, "param_groups": groups}
@@ -118,7 +120,7 @@ def load(
     state_dict: Mapping[str, Any],
     base_load: Callable[[Any], None],
     allocate: Allocate,
-) -> None:
+) -> list[str]:
     """Load ``state_dict`` into ``optimizer`` through ``base_load``, its base class's ``load_state_dict``.
 
     The base class would cast state to each parameter's dtype, so it is given none: one hook reads the state, after
@@ -131,14 +133,18 @@ def load(
         base_load: called once with ``state_dict``.
         allocate: ``(parameter, group) -> state``: zero state of the live layout, on the parameter's device.
 
+    Returns:
+        What to warn of. The caller does, who alone knows how far away the user's line is.
+
     Raises:
         ValueError, TypeError: the checkpoint does not fit. The optimizer is as it was.
     """
     states: list[State | None] = []
+    messages: list[str] = []
 
     def read(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         live = optimizer.param_groups
-        states[:], options = read_state_dict(state_dict, live, allocate)
+        states[:], options, messages[:] = read_state_dict(state_dict, live, allocate)
         groups = [{**group, **new} for group, new in zip(live, options, strict=True)]
         return {**state_dict, "state": {}, "param_groups": _number_parameters(groups)}
 
@@ -159,6 +165,7 @@ def load(
     finally:
         for hook in hooks:
             hook.remove()
+    return messages
 
 
 def _number_parameters(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -174,7 +181,7 @@ def _number_parameters(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
 @torch.no_grad()
 def read_state_dict(
     state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], allocate: Allocate
-) -> tuple[list[State | None], list[dict[str, Any]]]:
+) -> tuple[list[State | None], list[dict[str, Any]], list[str]]:
     """Check a whole checkpoint and convert it to the live layout. Changes nothing that exists.
 
     Momentum that is quantised alike on both sides keeps its bits. Any other is decoded and stored anew.
@@ -186,8 +193,8 @@ def read_state_dict(
         allocate: ``(parameter, group) -> state``: zero state of the live layout, on the parameter's device.
 
     Returns:
-        New state for each parameter in order, None where the checkpoint has none; and for each group the options that
-        it takes over.
+        New state for each parameter in order, None where the checkpoint has none; for each group the options that it
+        takes over; and what to warn of, a message each.
 
     Raises:
         ValueError, TypeError: saying which parameter, what came, what is allowed and what to do.
@@ -209,40 +216,26 @@ def read_state_dict(
             states.append(None if state is None else _read_state(state, saved_group.options, name, p, group, allocate))
             if state is None and p.requires_grad:
                 absent.append(name)
-    _check_absent(absent, states, options)
-    _warn_of_corrections(saved)
-    _warn_of_dropped_residuals(saved, states)
-    return states, options
+    _check_not_lost(absent, states, options)
+    messages = [*_absent_states(absent, states), *_unread_corrections(saved), *_dropped_residuals(saved, states)]
+    return states, options, messages
 
 
 def _read_state(
     saved: State, saved_options: State, name: str, p: Tensor, group: dict[str, Any], allocate: Allocate
 ) -> State:
-    momentum = _read_momentum(saved, saved_options, name)
+    momentum = read_momentum(saved, saved_options, name)
     if momentum.shape != p.shape:
         raise ValueError(
             f"{name}: the saved momentum has shape {tuple(momentum.shape)}, the parameter {tuple(p.shape)}. "
             "Load into an optimizer over the model that was saved, with its parameters in the same order."
         )
-    residual = _read_residual(saved[_RESIDUAL], p, name) if _RESIDUAL in saved else None
+    residual = read_residual(saved[RESIDUAL], p, name) if RESIDUAL in saved else None
     state = allocate(p, group)
     sharding.store(state["exp_avg"], momentum)
-    if residual is not None and _RESIDUAL in state:
-        sharding.store_residual(state[_RESIDUAL], residual)
+    if residual is not None and RESIDUAL in state:
+        sharding.store_residual(state[RESIDUAL], residual)
     return state
-
-
-def _read_residual(saved: Any, p: Tensor, name: str) -> Tensor:
-    where = f"{name}: {_RESIDUAL}"
-    if not isinstance(saved, Mapping) or set(saved) not in ({"int8"}, {"int16"}):
-        came = f"a dict of {_list(sorted(saved)) or 'nothing'}" if isinstance(saved, Mapping) else type(saved).__name__
-        raise ValueError(
-            f"{where} is {came}, not a dict of either int8 or int16. torch's broadcast_from_rank0 mixes them if the "
-            "optimizer has another number of master_weight_bits: load without it. Else the checkpoint is damaged."
-        )
-    if "int8" in saved:
-        return _checked(saved["int8"], (torch.int8,), where, tuple(p.shape))
-    return shards.from_bytes(_checked(saved["int16"], (torch.uint8,), where, (*p.shape, 2)))
 
 
 # --- The parts of a state dict --------------------------------------------------------------------------------------
@@ -268,24 +261,15 @@ def _parse(state_dict: Mapping[str, Any]) -> list[_SavedGroup]:
         _check_group(group, i)
         keys, names = list(group["params"]), _names(group, i, start)
         options = {k: v for k, v in group.items() if k != "params"}
-        in_order = [_unwrapped(states.pop(str(key), None), name) for key, name in zip(keys, names, strict=True)]
+        in_order = [unwrapped(states.pop(str(key), None), name) for key, name in zip(keys, names, strict=True)]
         groups.append(_SavedGroup(options, keys, names, in_order))
         start += len(keys)
     if states:
         raise ValueError(
-            f"the checkpoint holds state for {_list(states)}, which no parameter group lists "
+            f"the checkpoint holds state for {listed(states)}, which no parameter group lists "
             f"(they list {start} parameters). It is damaged: save it again."
         )
     return groups
-
-
-def _unwrapped(state: Any, name: str) -> State | None:
-    """A parameter's state, with the tensors that bitsandbytes hides from FSDP in an inner dict beside the others."""
-    if state is not None and not isinstance(state, Mapping):
-        raise TypeError(f"{name}: its state is {type(state).__name__}, not a dict. The checkpoint is damaged.")
-    if not state:
-        return None
-    return {**{k: v for k, v in state.items() if k != _BITSANDBYTES_KEY}, **state.get(_BITSANDBYTES_KEY, {})}
 
 
 def _names(group: Mapping[str, Any], group_index: int, start: int) -> list[str]:
@@ -295,18 +279,12 @@ def _names(group: Mapping[str, Any], group_index: int, start: int) -> list[str]:
     return [f"parameter {start + i} (group {group_index})" for i in range(count)]
 
 
-def _list(items: Iterable[Any], limit: int = 8) -> str:
-    items = [str(item) for item in items]
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
-
-
 def _check_layout(state_dict: Mapping[str, Any]) -> None:
     is_right = isinstance(state_dict.get("state"), Mapping) and isinstance(
         state_dict.get("param_groups"), (list, tuple)
     )
     if not is_right:
-        raise _not_a_state_dict(f"a dict with the keys {_list(state_dict) or 'none'}")
+        raise _not_a_state_dict(f"a dict with the keys {listed(state_dict) or 'none'}")
 
 
 def _not_a_state_dict(came: str) -> TypeError:
@@ -341,11 +319,11 @@ def _check_counts(saved: Sequence[_SavedGroup], live: Sequence[dict[str, Any]]) 
     names = ""
     if saved_names and live_names:
         only_saved, only_live = set(saved_names) - set(live_names), set(live_names) - set(saved_names)
-        names = f" Only in the checkpoint: {_list(sorted(only_saved)) or 'none'}."
-        names += f" Only in the optimizer: {_list(sorted(only_live)) or 'none'}."
+        names = f" Only in the checkpoint: {listed(sorted(only_saved)) or 'none'}."
+        names += f" Only in the optimizer: {listed(sorted(only_live)) or 'none'}."
     elif saved_names or live_names:
         side = "checkpoint" if saved_names else "optimizer"
-        names = f" The {side}'s parameters are {_list(saved_names or live_names)}."
+        names = f" The {side}'s parameters are {listed(saved_names or live_names)}."
     raise ValueError(
         f"the checkpoint has parameter groups of sizes {saved_sizes}, the optimizer of sizes {live_sizes}.{names} "
         "Build the optimizer over the same parameters in the same groups; freeze a parameter with "
@@ -365,37 +343,35 @@ def _check_order(saved: Sequence[_SavedGroup], live: Sequence[dict[str, Any]]) -
             )
 
 
-def _check_absent(absent: list[str], states: list[State | None], options: list[dict[str, Any]]) -> None:
+def _check_not_lost(absent: list[str], states: list[State | None], options: list[dict[str, Any]]) -> None:
     """A parameter that was frozen has no state. If none has any after a step, it was lost on the way."""
-    if not absent:
-        return
-    if any(state is not None for state in states):
-        message = f"the checkpoint has no state for {_list(absent)}: that momentum starts from zero"
-        warnings.warn(message, stacklevel=2)
-    elif any(group.get("step", 0) > 0 for group in options):
+    if absent and not any(states) and any(group.get("step", 0) > 0 for group in options):
         raise ValueError(
             "the checkpoint says that steps were taken, but holds no state. torch's get_optimizer_state_dict and "
             "set_optimizer_state_dict drop it without a word if gradients exist: call zero_grad() before them."
         )
 
 
-def _warn_of_corrections(saved: Sequence[_SavedGroup]) -> None:
+def _absent_states(absent: list[str], states: list[State | None]) -> Iterator[str]:
+    if absent and any(states):
+        yield f"the checkpoint has no state for {listed(absent)}: that momentum starts from zero"
+
+
+def _unread_corrections(saved: Sequence[_SavedGroup]) -> Iterator[str]:
     keys = {key for group in saved for state in group.states if state for key in state}
-    if keys & _CORRECTIONS:
-        message = f"weight corrections {_list(keys & _CORRECTIONS)} were not read: weights go on as the model has them"
-        warnings.warn(message, stacklevel=2)
+    if keys & CORRECTIONS:
+        yield f"weight corrections {listed(keys & CORRECTIONS)} were not read: weights go on as the model has them"
 
 
-def _warn_of_dropped_residuals(saved: Sequence[_SavedGroup], states: Sequence[State | None]) -> None:
+def _dropped_residuals(saved: Sequence[_SavedGroup], states: Sequence[State | None]) -> Iterator[str]:
     """The weights of the model are then all there is."""
     olds = [state for group in saved for state in group.states]
-    if any(old and _RESIDUAL in old and new and _RESIDUAL not in new for old, new in zip(olds, states, strict=True)):
-        message = (
-            f"the checkpoint's {_RESIDUAL} was not read, and its weights lose what 16 bits have no room for: this "
+    if any(old and RESIDUAL in old and new and RESIDUAL not in new for old, new in zip(olds, states, strict=True)):
+        yield (
+            f"the checkpoint's {RESIDUAL} was not read, and its weights lose what 16 bits have no room for: this "
             "optimizer has no master_weight_bits, or its parameters are float32. To keep them, load into an optimizer "
             "and a model like those that were saved, and take optimizer.fp32_state_dict(model)."
         )
-        warnings.warn(message, stacklevel=2)
 
 
 # --- Group options --------------------------------------------------------------------------------------------------
@@ -403,7 +379,7 @@ def _warn_of_dropped_residuals(saved: Sequence[_SavedGroup], states: Sequence[St
 
 def _read_options(saved: _SavedGroup, where: str) -> dict[str, Any]:
     """The options to take over: all but how state is stored, so that what schedulers keep in a group comes along."""
-    ignored = {"param_names"} | _STORAGE_OPTIONS | _FOREIGN_OPTIONS | {_FLASHOPTIM_OPTION, "format_version"}
+    ignored = {"param_names"} | _STORAGE_OPTIONS | _DROPPED_OPTIONS | {FLASHOPTIM_OPTION, "format_version"}
     options = {key: value for key, value in saved.options.items() if key not in ignored}
     if "format_version" in saved.options:
         _check_complete(options, where)
@@ -426,7 +402,7 @@ def _read_options(saved: _SavedGroup, where: str) -> dict[str, Any]:
 def _check_complete(options: dict[str, Any], where: str) -> None:
     lacking = {"lr", "betas", "weight_decay", "step"} - set(options)
     if lacking:
-        raise ValueError(f"{where}: the checkpoint lacks {_list(sorted(lacking))}. It is damaged: save it again.")
+        raise ValueError(f"{where}: the checkpoint lacks {listed(sorted(lacking))}. It is damaged: save it again.")
 
 
 def _check_number(value: Any, key: str, where: str) -> None:
@@ -451,132 +427,3 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not (value.is_meta or value.is_complex())
     return isinstance(value, numbers.Real)
-
-
-# --- Momentum, in every format that is read -------------------------------------------------------------------------
-# A reader takes one parameter's saved state, its group's saved options and a name for errors. It returns the momentum
-# as a finite float tensor or as an OptimState8bit.
-
-
-def _read_momentum(saved: State, options: dict[str, Any], name: str) -> Tensor:
-    for key, (others, read) in _READERS.items():
-        if key in saved:
-            _check_keys(saved, {key} | others, name)
-            return read(saved, options, name)
-    raise ValueError(
-        f"{name}: the saved state has the keys {_list(sorted(saved, key=str))}, none of which is a Lion momentum "
-        f"({_list(_READERS)}). Load the checkpoint of a Lion, or start without one."
-    )
-
-
-def _check_keys(saved: State, allowed: set[str], name: str) -> None:
-    extra = set(saved) - allowed
-    if extra:
-        raise ValueError(
-            f"{name}: the saved state has the keys {_list(sorted(extra, key=str))}, which no Lion has; allowed are "
-            f"{_list(sorted(allowed, key=str))}. The momentum of Adam and others is not Lion's: start without it."
-        )
-
-
-def _read_exp_avg(saved: State, options: dict[str, Any], name: str) -> Tensor:
-    momentum = saved["exp_avg"]
-    if isinstance(momentum, Mapping):
-        return _read_own(momentum, options, name)
-    return _checked_floats(momentum, f"{name}: exp_avg")
-
-
-def _read_own(momentum: Mapping[str, Any], options: dict[str, Any], name: str) -> OptimState8bit:
-    if set(momentum) != {"codes", "scale"}:
-        raise ValueError(
-            f"{name}: exp_avg has the parts {_list(sorted(momentum, key=str)) or 'none'} instead of codes, scale. "
-            "The checkpoint is damaged: save it again."
-        )
-    codes = _checked(momentum["codes"], (torch.int8,), f"{name}: codes")
-    block_size = options.get("block_size")
-    if not isinstance(block_size, int) or block_size < 1:
-        raise ValueError(f"{name}: its group's block_size is {block_size!r} in the checkpoint; it must be at least 1.")
-    shape = (*codec.scale_shape(codes.shape, block_size), 2)
-    scale = shards.from_bytes(_checked(momentum["scale"], (torch.uint8,), f"{name}: scale", shape))
-    if (shards.to_local(codes) == -128).any():
-        raise ValueError(f"{name}: a saved code is -128; codes are -127 ... 127. Load an earlier checkpoint.")
-    if not codec.unpack_scale(shards.to_local(scale)).isfinite().all():
-        raise ValueError(f"{name}: a saved scale is not finite. Load an earlier checkpoint.")
-    return OptimState8bit(codes, scale, block_size)
-
-
-def _read_bitsandbytes(saved: State, options: dict[str, Any], name: str) -> Tensor:
-    """``state1``: fp32, or uint8 indices into the table ``qmap1`` times ``absmax1``, along the flattened parameter."""
-    state1 = _checked(saved["state1"], (torch.uint8, *_FLOAT_DTYPES), f"{name}: state1")
-    if state1.dtype != torch.uint8:
-        return _checked_floats(state1, f"{name}: state1")
-    table = _checked(saved.get("qmap1"), (torch.float32,), f"{name}: qmap1", (256,))
-    absmax = _checked(saved.get("absmax1"), (torch.float32,), f"{name}: absmax1")
-    values = table.to(state1.device)[state1.flatten().int()]
-    for block_size in _BITSANDBYTES_BLOCK_SIZES:
-        if absmax.shape == (codec.blocks_per_row(values.numel(), block_size),):
-            return _checked_floats(_scaled(values, absmax, block_size).view(state1.shape), f"{name}: state1 x absmax1")
-    raise ValueError(
-        f"{name}: absmax1 has shape {tuple(absmax.shape)} for {values.numel()} elements; one value each "
-        f"{' or '.join(map(str, _BITSANDBYTES_BLOCK_SIZES))} is allowed. Save the checkpoint with block-wise state."
-    )
-
-
-def _read_flashoptim(saved: State, options: dict[str, Any], name: str) -> Tensor:
-    """int8 ``q`` and fp16 scales a group of 32: ``y / (2 - |y|)`` with ``y = q / 127``, along the flattened parameter.
-
-    llm-foundry's DecoupledLionW_8bit uses the same keys for codes of a closed-source kernel. Only the options of the
-    group tell the two apart.
-    """
-    if _FLASHOPTIM_OPTION not in options:
-        raise ValueError(
-            f"{name}: exp_avg::quantized is the compressed format of llm-foundry's DecoupledLionW_8bit, which is not "
-            "public. Load it there with compress_state_dict=False, save again, and load that."
-        )
-    q = _checked(saved["exp_avg::quantized"], (torch.int8,), f"{name}: exp_avg::quantized")
-    shape = (codec.blocks_per_row(q.numel(), _FLASHOPTIM_BLOCK_SIZE),)
-    scales = _checked(saved.get("exp_avg::scales"), (torch.float16, torch.bfloat16), f"{name}: exp_avg::scales", shape)
-    if not q.is_contiguous():
-        raise ValueError(
-            f"{name}: exp_avg::quantized has strides {q.stride()}, and its scales follow memory order. "
-            "Save it in FlashLion with compress_state_dict=False."
-        )
-    y = q.flatten().float() / 127
-    # for bfloat16 parameters the fp16 bits are saved under the name of bfloat16
-    scales = scales.view(torch.float16).float()
-    values = _scaled(y / (2 - y.abs()), scales, _FLASHOPTIM_BLOCK_SIZE)
-    return _checked_floats(values.view(q.shape), f"{name}: exp_avg::quantized x exp_avg::scales")
-
-
-def _scaled(values: Tensor, scales: Tensor, block_size: int) -> Tensor:
-    return values * scales.to(values.device).repeat_interleave(block_size)[: values.numel()]
-
-
-def _checked(value: Any, dtypes: Sequence[torch.dtype], where: str, shape: tuple[int, ...] | None = None) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{where} is {type(value).__name__}, not a tensor. The checkpoint is damaged: save it again.")
-    if value.dtype not in dtypes:
-        raise TypeError(
-            f"{where} is {value.dtype}; allowed: {_list(dtypes)}. Convert the checkpoint, or save it again."
-        )
-    if value.is_meta or value.layout != torch.strided:
-        kind = "on the meta device, without values" if value.is_meta else f"sparse ({value.layout})"
-        raise ValueError(f"{where} is {kind}; it must be a dense tensor with values. Save the checkpoint again.")
-    if shape is not None and value.shape != shape:
-        raise ValueError(
-            f"{where} has shape {tuple(value.shape)}, not {shape}. The checkpoint is damaged: save it again."
-        )
-    return value
-
-
-def _checked_floats(value: Any, where: str) -> Tensor:
-    values = _checked(value, _FLOAT_DTYPES, where).float()
-    if not shards.to_local(values).isfinite().all():
-        raise ValueError(f"{where} has values that are not finite. Load an earlier checkpoint.")
-    return values
-
-
-_READERS: dict[str, tuple[set[str], Callable[[State, dict[str, Any], str], Tensor]]] = {
-    "exp_avg": ({"step", _RESIDUAL} | _CORRECTIONS, _read_exp_avg),
-    "exp_avg::quantized": ({"step", "exp_avg::scales"} | _CORRECTIONS, _read_flashoptim),
-    "state1": ({"step", "qmap1", "absmax1"}, _read_bitsandbytes),
-}

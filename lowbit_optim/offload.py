@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from lowbit_optim import sharding, shards
+from lowbit_optim.hyperparameters import is_capturing
 from lowbit_optim.updates import Updates
 
 _CHUNK_BYTES = 64 << 20  # a copy of so many takes many times as long as it takes to start one
@@ -100,7 +101,7 @@ class Offload:
         """
         for device, same_device in itertools.groupby(chunks, lambda chunk: chunk.device):
             if device not in self._streams:
-                self._streams[device] = _new_streams(device)
+                self._streams[device] = _CudaStreams(device)
             self._ends[device] = _run(same_device, step, self._streams[device])
 
     def wait(self) -> None:
@@ -111,7 +112,7 @@ class Offload:
 
 
 def _check_not_recorded() -> None:
-    what = "a CUDA graph" if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() else None
+    what = "a CUDA graph" if is_capturing() else None
     what = "torch.compile" if torch.compiler.is_compiling() else what
     if what:
         raise RuntimeError(
@@ -206,10 +207,6 @@ def _aligned(nbytes: int) -> int:
 # --- Streams --------------------------------------------------------------------------------------------------------
 
 
-def _new_streams(device: torch.device) -> Any:
-    return _CudaStreams(device) if device.type == "cuda" else _NoStreams()
-
-
 class _CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -224,26 +221,3 @@ class _CudaStreams:
     def run(stream: Any, function: Callable[[], None]) -> None:
         with torch.cuda.stream(stream):
             function()
-
-
-class _NoStreams:
-    """Of a CPU, where all is done when a call returns; stream and event too."""
-
-    @property
-    def compute(self) -> "_NoStreams":
-        return self
-
-    upload = download = compute
-
-    @staticmethod
-    def run(stream: Any, function: Callable[[], None]) -> None:
-        function()
-
-    def record_event(self) -> "_NoStreams":
-        return self
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass

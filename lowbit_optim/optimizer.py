@@ -220,8 +220,10 @@ class LowBitOptimizer(Optimizer):
                 allowed and what to do. Nothing has changed.
         """
         self._offload.wait()
-        checkpoint.load(self, state_dict, super().load_state_dict, self._allocate)
+        messages = checkpoint.load(self, state_dict, super().load_state_dict, self._allocate)
         self._forget()
+        for message in messages:
+            warnings.warn(message, stacklevel=2)
 
     def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """``model.state_dict()`` with the weights that this optimizer has bits of, in fp32.

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lowbit_optim import codec, sharding, shards
 
 _CHUNK_NUMEL = 2**24  # that are counted at a time, since this takes some 40 bytes for each
+_WHAT_TO_DO = "Load what optimizer.fp32_state_dict gave for a model like it."
 _EXTREME_NOISES = (0, 0xFFFF)  # those between them round to one or the other result
 
 
@@ -85,7 +86,7 @@ def _check(live: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
     for what, keys in {"the model has no": unexpected, "the state dict lacks": missing}.items():
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise ValueError(f"{what} {keys[0]!r}{more}. Load what optimizer.fp32_state_dict gave for a model like it.")
+            raise ValueError(f"{what} {keys[0]!r}{more}. {_WHAT_TO_DO}")
     for key, value in state_dict.items():
         if isinstance(live[key], Tensor):
             _check_fits(key, live[key], value)
@@ -93,14 +94,17 @@ def _check(live: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
 
 def _check_fits(key: str, live: Tensor, value: Any) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{key!r} is {type(value).__name__} in the state dict, and a tensor in the model")
+        raise TypeError(f"{key!r} is {type(value).__name__} in the state dict, a tensor in the model. {_WHAT_TO_DO}")
     if value.shape != live.shape:
-        raise ValueError(f"{key!r} has shape {tuple(value.shape)} in the state dict, {tuple(live.shape)} in the model")
+        shapes = f"{tuple(value.shape)} in the state dict, {tuple(live.shape)} in the model"
+        raise ValueError(f"{key!r} has shape {shapes}. {_WHAT_TO_DO}")
     if value.layout != live.layout or value.is_meta > live.is_meta:
         where = "on the meta device, without data," if value.is_meta else value.layout
-        raise TypeError(f"{key!r} is {where} in the state dict, {live.layout} on {live.device} in the model")
+        raise TypeError(
+            f"{key!r} is {where} in the state dict, {live.layout} on {live.device} in the model. {_WHAT_TO_DO}"
+        )
     if live.is_floating_point() != value.is_floating_point():
-        raise TypeError(f"{key!r} is {value.dtype} in the state dict, {live.dtype} in the model")
+        raise TypeError(f"{key!r} is {value.dtype} in the state dict, {live.dtype} in the model. {_WHAT_TO_DO}")
 
 
 # --- Weights that do not move ---------------------------------------------------------------------------------------

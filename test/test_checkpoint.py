@@ -699,9 +699,10 @@ def test_a_parameter_without_saved_state_starts_from_zero_with_a_warning() -> No
     parameters(source)[1].grad = None
     source.step()
     live = train(make(), 5, 7)
-    with pytest.warns(UserWarning, match="no state for parameter 'linear.weight'"):
+    with pytest.warns(UserWarning, match="no state for parameter 'linear.weight'") as warned:
         live.load_state_dict(source.state_dict())
     assert parameters(live)[1] not in live.state
+    assert [warning.filename for warning in warned] == [__file__]
     train(live, 1, 2)
 
 

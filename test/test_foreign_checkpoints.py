@@ -161,8 +161,9 @@ def test_llm_foundry_lion_loads() -> None:
     assert ours.param_groups[0]["fused"] is None
 
     saved["state"][0]["errors"] = torch.zeros(64, 80)
-    with pytest.warns(UserWarning, match="errors were not read"):
+    with pytest.warns(UserWarning, match="errors were not read") as warned:
         ours.load_state_dict(saved)
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_llm_foundry_compressed_is_refused_by_name() -> None:

@@ -21,6 +21,7 @@ LAYERS = [
     "compiled",
     "options",
     "hyperparameters",
+    "formats",
     "checkpoint",
     "offload",
     "optimizer",

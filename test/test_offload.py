@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_streams import streams_of
 from torch import Tensor, nn
 
 from lowbit_optim import Lion8bit, gradient_release, offload
@@ -25,6 +26,7 @@ def _small_and_eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several chunks, and tensors that are larger than one."""
     monkeypatch.setattr(offload, "_CHUNK_BYTES", LIMIT)
     monkeypatch.setattr(offload, "is_offloaded", lambda p: True)
+    monkeypatch.setattr(offload, "_CudaStreams", streams_of)
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -68,7 +70,7 @@ def assert_equal(a: Lion8bit, b: Lion8bit) -> None:
     assert [int(group["step"]) for group in a.param_groups] == [int(group["step"]) for group in b.param_groups]
 
 
-# --- Streams that put off what they are given ------------------------------------------------------------------------
+# --- Streams that put off what they are given -------------------------------------------------------------------------
 
 
 class Event:
@@ -123,7 +125,7 @@ class LazyStreams:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, eager: str = "", waits: bool = False) -> None:
         self.made: list[Streams] = []
-        monkeypatch.setattr(offload, "_new_streams", lambda device: self._make(eager, waits))
+        monkeypatch.setattr(offload, "_CudaStreams", lambda device: self._make(eager, waits))
         if not waits:
             self._run = offload._run
             monkeypatch.setattr(offload, "_run", self._run_to_the_end)

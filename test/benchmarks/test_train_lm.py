@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from host_streams import streams_of
 from torch import Tensor
 
 from benchmarks import train_lm
@@ -680,6 +681,7 @@ def test_a_rank_ends_without_the_end_of_python_and_with_its_status(rank: dict[st
 
 def test_options_that_save_memory_change_no_number(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lowbit_optim.offload.is_offloaded", lambda p: True)
+    monkeypatch.setattr("lowbit_optim.offload._CudaStreams", streams_of)
     plain, saving = tmp_path / "plain", tmp_path / "saving"
     assert main(text, plain, "--clip", "0", "--dtype", "bf16") == 0
     options = ("--gradient-release", "--offload-state", "--stop-at", "3")

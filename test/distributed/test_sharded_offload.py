@@ -9,6 +9,7 @@ from unittest import mock
 import meshes
 import pytest
 import torch
+from host_streams import streams_of
 from meshes import OPTIONS, SHAPES, by_hand, make_meshes
 from test_checkpoints import OPTIONS_THAT_WORK
 from torch.distributed.checkpoint.state_dict import (
@@ -28,7 +29,7 @@ STEPS = 20
 
 def _offloaded() -> Any:
     """In a rank, which is a process of its own."""
-    return mock.patch.multiple(offload, _CHUNK_BYTES=8192, is_offloaded=lambda p: True)
+    return mock.patch.multiple(offload, _CHUNK_BYTES=8192, is_offloaded=lambda p: True, _CudaStreams=streams_of)
 
 
 def _optimizer(mesh: meshes.Mesh) -> tuple[meshes.Bag, Lion8bit]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from host_streams import streams_of
 from torch import nn
 
 from lowbit_optim import Lion8bit, offload
@@ -35,6 +36,7 @@ def test_the_bits_are_those_of_state_on_the_device(
 ) -> None:
     monkeypatch.setattr(offload, "_CHUNK_BYTES", 4096)
     monkeypatch.setattr(offload, "is_offloaded", lambda p: True)
+    monkeypatch.setattr(offload, "_CudaStreams", streams_of)
     steps = 50 if ON_GPU else 3
     optimizer, expected = (train(fused_device, offload_state, steps, **options) for offload_state in (True, False))
     parts, whole = (sum(plan.fused is not None for plan in o._plans.values()) for o in (optimizer, expected))

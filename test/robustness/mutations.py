@@ -82,7 +82,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpoint's dtypes are not checked",
-        "checkpoint.py",
+        "formats.py",
         "if value.dtype not in dtypes:",
         "if False:",
         "test/test_checkpoint.py",
