@@ -462,6 +462,8 @@ class LowBitOptimizer(Optimizer):
         if fused is False or type(self)._new_fused_step is None:
             return False
         reason = _why_not_fused(p, group)
+        if self.state_class is not OptimState8bit:
+            reason = f"the kernel does not know {self.state_class.__name__}"
         if reason and fused:
             raise RuntimeError(
                 f"fused=True, but a parameter of shape {tuple(p.shape)} cannot be stepped so: {reason}. "

@@ -727,6 +727,24 @@ def test_a_small_language_model_trains_as_with_32_bits(
     assert train_bigrams(make, device) == pytest.approx(expected, rel=0.01)
 
 
+class OtherState(OptimState8bit):
+    pass
+
+
+class OtherLion(Lion8bit):
+    state_class = OtherState
+
+
+def test_the_fused_kernel_is_not_let_at_state_of_another_class() -> None:
+    p = nn.Parameter(torch.randn(8, 64))
+    p.grad = torch.randn(8, 64)
+    optimizer = OtherLion([p], min_quantized_numel=0)
+    optimizer.step()
+    assert type(optimizer.state[p]["exp_avg"]) is OtherState
+    with pytest.raises(RuntimeError, match="the kernel does not know OtherState"):
+        OtherLion([p], fused=True).step()
+
+
 # --- On a bare machine ----------------------------------------------------------------------------------------------
 
 
