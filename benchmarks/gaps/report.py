@@ -29,15 +29,23 @@ class Comparison:
     unit: str
     records: Mapping[str, Mapping[int, Record]]
 
+    def runs(self, variant: str) -> dict[int, Record]:
+        """Those that ended, by seed, from the seeds that the reference ended from as well."""
+        reference = self.records[self.reference]
+        return {
+            seed: record
+            for seed, record in self.records[variant].items()
+            if "held_out" in record and "held_out" in reference.get(seed, {})
+        }
+
     def losses(self, variant: str) -> dict[int, float]:
         """Held-out, at the end of each run, by seed."""
-        records = self.records[variant]
-        return {seed: record["held_out"][-1][1] for seed, record in records.items() if "held_out" in record}
+        return {seed: record["held_out"][-1][1] for seed, record in self.runs(variant).items()}
 
     def gaps(self, variant: str) -> list[float]:
-        """To the reference, of the seeds that both were trained from."""
+        """To the reference, a seed each."""
         reference = self.losses(self.reference)
-        return [loss - reference[seed] for seed, loss in self.losses(variant).items() if seed in reference]
+        return [loss - reference[seed] for seed, loss in self.losses(variant).items()]
 
     @property
     def reference(self) -> str:
@@ -110,7 +118,7 @@ def _draw_gaps(axes: Any, comparison: Comparison, colours: dict[str, str]) -> No
 
 def _draw_curves(axes: Any, comparison: Comparison, colours: dict[str, str]) -> None:
     for variant in comparison.complete:
-        records = [record for record in comparison.records[variant].values() if "held_out" in record]
+        records = comparison.runs(variant).values()
         steps, losses = _mean_curve([_train_curve(record) for record in records])
         axes.plot(steps, losses, color=colours[variant], linewidth=1, label=variant)
         steps, losses = _mean_curve([record["held_out"] for record in records])

@@ -317,7 +317,7 @@ def test_a_table_pairs_seeds() -> None:
     assert cells == [
         ["reference", "3", "3.0000", "", "", ""],
         ["worse", "3", "3.2000", "+0.2000", "0.0577", "-0.0484 to +0.4484"],  # 4.303 standard errors
-        ["half", "2", "50.9500", "-0.1000", "", ""],
+        ["half", "1", "2.9000", "-0.1000", "", ""],
         ["failed", "0", "", "", "", ""],
     ]
     assert lines[6:] == ["", "half, seed 2: no memory", "", "failed, seed 0, 1: no package"]
