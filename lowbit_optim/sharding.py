@@ -164,7 +164,7 @@ def local_steps(
     Args:
         whole: the parameter, sharded or not.
         param, grad: what this rank holds of it, contiguous.
-        exp_avg: its momentum: an ``OptimState8bit`` whose blocks are held whole, or a float tensor, or of such the
+        exp_avg: its momentum: a block-wise tensor whose blocks are held whole, or a float tensor, or of such the
             local part.
         residual: the master weights', sharded like the parameter; None if there are none.
         noise: of the parameter; None if its weights are not rounded stochastically.

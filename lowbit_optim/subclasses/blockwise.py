@@ -1,7 +1,8 @@
 """What every block-wise quantised state tensor has in common: one op table.
 
-A format derives from :class:`BlockwiseTensor` and supplies two functions, ``_encode`` and ``_decode``. Which ops keep
-the class is an allow-list. Any other out-of-place op sees the decoded values; any other in-place op is refused.
+A format derives from :class:`BlockwiseTensor` and supplies two functions, ``_encode`` and ``_decode``, and for shards
+that cut blocks ``_encode_part`` and ``_decode_part``. Which ops keep the class is an allow-list. Any other out-of-place
+op sees the decoded values; any other in-place op is refused.
 """
 
 import itertools
