@@ -245,8 +245,8 @@ def _is_pinned(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
 def _copy_(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     """All four combinations of quantised and float; a broadcast source works as it does for plain tensors.
 
-    Where the target is sharded, a float source is gathered to be encoded, which is a collective call, and a plain one
-    is taken for the whole.
+    Where the target is sharded, a plain source is taken for the whole. A float one that is sharded is gathered to be
+    encoded, and a quantised one that is cut otherwise, which are collective calls.
     """
     target, source = args[0], args[1]
     if not isinstance(target, BlockwiseTensor):
@@ -256,10 +256,10 @@ def _copy_(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     else:
         values = shards.full(dequantize(source))
         codes, scale = target._encode(values.expand(target.shape), target.block_size)
-        if shards.is_dtensor(target.codes):
-            shards.copy_(target.codes, codes)
-            shards.copy_(target.scale, scale)
-            return target
+    if shards.is_dtensor(target.codes):
+        shards.copy_(target.codes, codes)
+        shards.copy_(target.scale, scale)
+        return target
     target.codes.copy_(codes, *args[2:])
     target.scale.copy_(scale, *args[2:])
     return target

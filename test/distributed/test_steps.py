@@ -67,7 +67,8 @@ def _written() -> None:
     for placement, other in itertools.product(placements, placements):
         p = nn.Parameter(distribute_tensor(x, mesh, [placement]))
         state = torch.zeros_like(sharding.zeros(p, OptimState8bit, 16))
-        for source in (distribute_tensor(x, mesh, [other]), x):
+        cut_otherwise = sharding.zeros(nn.Parameter(distribute_tensor(x, mesh, [other])), OptimState8bit, 16).copy_(x)
+        for source in (distribute_tensor(x, mesh, [other]), x, cut_otherwise, expected):
             state.zero_()
             state.copy_(source)
             assert torch.equal(shards.full(state.codes), expected.codes)
